@@ -1,0 +1,1 @@
+"""The only HTTP door of the platform."""

@@ -1,0 +1,1 @@
+"""Prediction: the batcher, the engines, the active student and the follower that sees promotions."""

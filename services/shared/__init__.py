@@ -1,0 +1,1 @@
+"""Rooms shared by the services; rooms only, no loose modules."""

@@ -1,0 +1,1 @@
+"""Labelled text: reading, validating, splitting and storing it. Torch-free."""

@@ -1,0 +1,1 @@
+"""What runs on the ranks: process group, sharding, loading, optimizers, checkpoints, probe, progress."""

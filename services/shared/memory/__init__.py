@@ -1,0 +1,1 @@
+"""The memory arithmetic: shapes, plans, budgets, remedies and forensics. Standard library only."""

@@ -1,0 +1,1 @@
+"""The classifier (a backbone with heads), its artifact on disk, and tokenised batches."""
