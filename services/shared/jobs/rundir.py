@@ -1,0 +1,200 @@
+"""The run directory of one attempt: where worker and ranks meet, through files alone.
+
+    <run>/spec.json            RunInput, written by the worker before torchrun starts
+    <run>/plan.json            the memory plan, as stored with the job
+    <run>/stop.json            StopRequest, written by the worker; ranks look at it every step
+    <run>/progress.jsonl       ProgressRecord, appended by rank 0
+    <run>/ranks/<k>/memory.jsonl   MemoryRecord, appended by rank k
+    <run>/ranks/<k>/failure.json   Failure, written by rank k while failing
+    <run>/report.json          Report, written last by rank 0: without it the run did not finish
+    <run>/checkpoints/  <run>/export/
+
+Whole files appear by rename after fsync; a reader never sees half a file. Appended files may end in
+half a line, which readers skip.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from services.shared.jobs.spec import DistillSpec, TeacherSpec
+from services.shared.jobs.state import Phase, Reason
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class RunInput(_Record):
+    """Everything the ranks need to know, with every reference resolved to a path."""
+
+    job_id: str
+    attempt: int
+    spec: TeacherSpec | DistillSpec
+    dataset_dir: Path
+    unlabelled_dirs: list[Path] = []
+    model_dir: Path | None = None  # spec.model / spec.student, when it names a directory
+    teacher_dir: Path | None = None  # distillation: the teacher's artifact or directory
+    resume_dir: Path | None = None  # checkpoints of an earlier attempt
+    recipe: dict[str, Any] = {}  # spec.recipe with `auto` resolved (fields of spec.Recipe)
+    cache_dir: Path | None = None  # signals of teachers, shared by jobs
+
+
+class StopRequest(_Record):
+    """Asks the ranks to save and leave at the next step."""
+
+    reason: Literal["cancelled", "handed_back", "timed_out"]
+
+
+class ProgressRecord(_Record):
+    """One line of rank 0; fields that did not change may be left out."""
+
+    time: float  # seconds since the epoch
+    phase: Phase
+    step: int | None = None
+    total_steps: int | None = None
+    epoch: float | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    padding_share: float | None = None
+    evaluation: dict[str, Any] | None = None  # metrics by head, after each evaluation
+    message: str | None = None
+
+
+class MemoryRecord(_Record):
+    """What one rank holds at one moment, in bytes; `observed` comes once, right after wrapping."""
+
+    time: float
+    phase: str  # load, wrap, forward, backward, optimizer_step, evaluation, export
+    step: int = 0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    peak_allocated_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    device_total_bytes: int | None = None
+    host_rss_bytes: int | None = None
+    observed: dict[str, Any] | None = None
+
+
+class Failure(_Record):
+    """Why a rank failed, told by itself."""
+
+    time: float
+    rank: int
+    phase: str
+    step: int = 0
+    reason: Reason
+    message: str
+    error_type: str = ""
+    traceback: str = ""
+    request_bytes: int | None = None
+    allocator: dict[str, Any] | None = None
+
+
+class Report(_Record):
+    """How the ranks ended, told by rank 0 when nothing is left to do."""
+
+    outcome: Literal["succeeded", "stopped"]
+    stop_reason: str | None = None
+    steps: int = 0
+    epochs: float = 0.0
+    seconds: float = 0.0
+    artifact: str | None = None  # relative to the run directory, normally "export"
+    heads: list[dict[str, Any]] = []  # name, type, labels
+    parameters: int = 0
+    size_bytes: int = 0
+    manifest_sha256: str | None = None
+    evaluation: dict[str, Any] = {}  # {"heads": {name: {accuracy, macro_f1, ...}}, ...}
+    details: dict[str, Any] = {}  # padding share, best epoch, truncated texts ...
+
+
+RecordT = TypeVar("RecordT", bound=_Record)
+
+
+class RunDirectory:
+    """Names and reads the files of one attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.spec = path / "spec.json"
+        self.plan = path / "plan.json"
+        self.stop = path / "stop.json"
+        self.progress = path / "progress.jsonl"
+        self.report = path / "report.json"
+        self.log = path / "torchrun.log"
+        self.checkpoints = path / "checkpoints"
+        self.export = path / "export"
+
+    def rank_dir(self, rank: int) -> Path:
+        return self.path / "ranks" / str(rank)
+
+    def memory_file(self, rank: int) -> Path:
+        return self.rank_dir(rank) / "memory.jsonl"
+
+    def failure_file(self, rank: int) -> Path:
+        return self.rank_dir(rank) / "failure.json"
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have written anything, in order."""
+        root = self.path / "ranks"
+        if not root.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
+
+    def failures(self) -> list[Failure]:
+        """Return what each failed rank said, the earliest first."""
+        found = [read_record(self.failure_file(rank), Failure) for rank in self.ranks()]
+        return sorted((f for f in found if f is not None), key=lambda f: f.time)
+
+
+def write_json(path: Path, value: BaseModel | dict[str, Any]) -> None:
+    """Write a whole file or nothing: aside, fsync, rename. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def append_record(path: Path, record: BaseModel) -> None:
+    """Append one JSON line, in one write. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(record.model_dump_json(exclude_none=True).encode() + b"\n")
+
+
+def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+    """Return the record in `path`, or None where the file is absent or not such a record."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def read_records(
+    path: Path, kind: type[RecordT], *, offset: int = 0
+) -> Iterator[tuple[int, RecordT]]:
+    """Yield (end offset, record) for every whole line after `offset` bytes; skip broken lines."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                yield offset, kind.model_validate_json(line)
+            except ValidationError:
+                continue

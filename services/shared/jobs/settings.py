@@ -1,0 +1,49 @@
+"""Where things are: read from the environment (`STILLHOUSE_*`), once, by whoever assembles a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class JobSettings(BaseSettings):
+    """What API, workers and migrations share."""
+
+    model_config = SettingsConfigDict(env_prefix="STILLHOUSE_", frozen=True)
+
+    database_url: str = Field(description="postgresql+psycopg://user:password@host:port/name")
+    broker_url: str = Field(description="redis://host:port/0 or redis+socket:///path")
+    data_dir: Path = Field(description="Datasets, runs, models: shared by API and workers.")
+    model_roots: list[Path] = Field(
+        [], description="Directories below which a spec may name base models (JSON list)."
+    )
+    lease_seconds: float = Field(
+        60.0, gt=0, description="A worker that is silent so long has lost its job."
+    )
+    heartbeat_seconds: float = Field(2.0, gt=0, description="How often a worker renews its lease.")
+    sweep_seconds: float = Field(15.0, gt=0, description="How often lost jobs are looked for.")
+    stop_grace_seconds: float = Field(
+        120.0, gt=0, description="How long ranks may save after a stop request before SIGTERM."
+    )
+
+    @property
+    def datasets_dir(self) -> Path:
+        return self.data_dir / "datasets"
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.data_dir / "runs"
+
+    @property
+    def models_dir(self) -> Path:
+        return self.data_dir / "models"
+
+    @property
+    def signals_dir(self) -> Path:
+        return self.data_dir / "signals"
+
+    def run_dir(self, job_id: str, attempt: int) -> Path:
+        """Return the run directory of one attempt."""
+        return self.runs_dir / job_id / str(attempt)

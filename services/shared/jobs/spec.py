@@ -1,0 +1,293 @@
+"""What a job asks for. Every knob is defined here once.
+
+The same classes are the OpenAPI schema of `POST /jobs`, the JSON stored with the job, and the input
+of the ranks (`spec.json` in the run directory). A spec says what to do; where things are is a matter
+of `settings`.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Precision(str, Enum):
+    """A floating-point storage or compute type."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+    __str__ = str.__str__
+
+
+class TrainedTokenizer(_Spec):
+    """Asks for a byte-level BPE tokenizer trained on the training split."""
+
+    train: Literal[True] = True
+    vocab_size: Annotated[int, Field(ge=300, le=256_000)] = 8_000
+
+
+class ModelSource(_Spec):
+    """Where a model's first weights come from: a directory, or a configuration to start from scratch.
+
+    Exactly one of `path`, `model_id`, `config`, `layers_of_teacher` is given.
+    """
+
+    path: str | None = Field(
+        None,
+        description="Hugging Face directory (config.json, *.safetensors, tokenizer), relative to a "
+        "model root of the server or absolute inside one.",
+    )
+    model_id: str | None = Field(None, description="A model of this platform's registry.")
+    config: dict[str, Any] | None = Field(
+        None, description="A transformers config (with `model_type`): random weights from the seed."
+    )
+    layers_of_teacher: Annotated[int, Field(ge=2, le=64)] | None = Field(
+        None,
+        description="Students only: start from every k-th layer of the teacher (depth pruning).",
+    )
+    tokenizer: Literal["own", "teacher"] | TrainedTokenizer = Field(
+        "own",
+        description="`own`: the directory's; `teacher`: the teacher's (students only); or one trained "
+        "on the training split (with `config`).",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSource:
+        given = [
+            name
+            for name in ("path", "model_id", "config", "layers_of_teacher")
+            if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                "give exactly one of path, model_id, config, layers_of_teacher"
+                + (f" (got {', '.join(given)})" if given else "")
+            )
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("config.model_type is missing: name a transformers architecture")
+        if self.config is not None and self.tokenizer == "own":
+            raise ValueError(
+                "tokenizer: a model started from a config has none of its own; "
+                'ask for {"train": true, "vocab_size": N} or, for a student, "teacher"'
+            )
+        if self.layers_of_teacher is not None and self.tokenizer != "teacher":
+            raise ValueError('tokenizer: a student cut from the teacher uses "teacher"')
+        if isinstance(self.tokenizer, TrainedTokenizer) and self.config is None:
+            raise ValueError("tokenizer: a trained tokenizer needs a model started from a config")
+        return self
+
+
+class Recipe(_Spec):
+    """How the training state lies in memory; the memory plan reads exactly these fields."""
+
+    sharding: Literal["full", "grad_op", "none"] = Field(
+        "full",
+        description="Shard everything; or keep parameters whole after forward; or replicate.",
+    )
+    wrap: Literal["layer", "root"] = "layer"
+    embedding: Literal["root", "own"] = Field(
+        "own", description="Whether the embedding is a sharding unit of its own."
+    )
+    parameters: Precision = Precision.FLOAT32
+    compute: Precision = Precision.BFLOAT16
+    reduce: Precision = Precision.BFLOAT16
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "sgd"] = Field(
+        "adamw",
+        description="adamw_bf16 keeps parameters and moments in bfloat16 with stochastic rounding.",
+    )
+    optimizer_impl: Literal["fused", "foreach", "for_loop"] = "fused"
+    optimizer_in_backward: bool = Field(
+        False, description="Apply each gradient as soon as it is reduced, so that none is kept."
+    )
+    activation_checkpointing: bool = True
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    offload: Literal["none", "optimizer", "all"] = "none"
+
+
+class Schedule(str, Enum):
+    """The learning-rate curve after warm-up."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+    __str__ = str.__str__
+
+
+class Training(_Spec):
+    """The loop: how long, how fast, how large the steps, when to stop."""
+
+    epochs: Annotated[float, Field(gt=0, le=1000)] = 3
+    max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-5
+    schedule: Schedule = Schedule.COSINE
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0, le=1000)] | None = 1.0
+    batch_size: Annotated[int, Field(ge=1, le=65_536)] = Field(
+        32, description="Texts per optimizer step over all ranks, whatever their number."
+    )
+    micro_batch_tokens: Annotated[int, Field(ge=16, le=4_194_304)] = Field(
+        4_096, description="Most padded tokens one rank holds in one forward pass."
+    )
+    max_length: Annotated[int, Field(ge=8, le=131_072)] = Field(
+        256, description="Tokens per text; longer texts are truncated and counted."
+    )
+    class_weights: Literal["none", "balanced"] = "none"
+    eval_every_epochs: Annotated[float, Field(gt=0, le=1000)] = 1
+    early_stopping_patience: Annotated[int, Field(ge=1, le=1000)] | None = None
+    checkpoint_every_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 500
+    keep_checkpoints: Annotated[int, Field(ge=1, le=100)] = 2
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+
+_SIZE = re.compile(r"^\d+(\.\d+)?\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)$")
+
+
+class Resources(_Spec):
+    """The machine the job is planned for and launched on."""
+
+    ranks: Annotated[int, Field(ge=1, le=1024)] = 2
+    device: str = Field(
+        "cpu", description="A kind known to `stillhouse plan --device`, for example k100_ai."
+    )
+    visible_devices: list[Annotated[int, Field(ge=0, le=1023)]] | None = Field(
+        None, description="Physical device numbers to use, for example [1,2,3,4,5,6,7]."
+    )
+    device_memory: str | None = Field(None, description="For example 65520MiB; units are honoured.")
+    host_memory: str | None = Field(None, description="For example 125GB.")
+
+    @field_validator("device_memory", "host_memory")
+    @classmethod
+    def _a_size_has_a_unit(cls, value: str | None) -> str | None:
+        if value is not None and not _SIZE.match(value):
+            raise ValueError(f"{value!r} is not a size: write a number and a unit, like 65520MiB")
+        return value
+
+
+class _Job(_Spec):
+    name: Annotated[str, Field(min_length=1, max_length=120)] | None = None
+    dataset_id: str
+    heads: list[str] | None = Field(
+        None, description="Heads to train; all of the dataset's if left out."
+    )
+    training: Training = Training()
+    recipe: Recipe | Literal["auto"] = "auto"
+    resources: Resources = Resources()
+    allow_overcommit: bool = Field(
+        False, description="Start although the plan says that it does not fit."
+    )
+    on_out_of_memory: Literal["fail", "retry"] = "fail"
+    max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
+    timeout_seconds: Annotated[int, Field(ge=1, le=30 * 24 * 3600)] = 7 * 24 * 3600
+
+    @model_validator(mode="after")
+    def _enough_devices(self) -> _Job:
+        devices = self.resources.visible_devices
+        if devices is not None and len(devices) != self.resources.ranks:
+            raise ValueError(
+                f"resources.visible_devices names {len(devices)} devices for "
+                f"resources.ranks = {self.resources.ranks}"
+            )
+        if devices is not None and len(set(devices)) != len(devices):
+            raise ValueError("resources.visible_devices names a device twice")
+        if self.heads is not None and (not self.heads or len(set(self.heads)) != len(self.heads)):
+            raise ValueError("heads: name each head once, and at least one")
+        return self
+
+
+class TeacherSpec(_Job):
+    """Full fine-tuning of a backbone with one linear head per question."""
+
+    kind: Literal["teacher"]
+    model: ModelSource
+
+    @model_validator(mode="after")
+    def _has_no_teacher(self) -> TeacherSpec:
+        if self.model.layers_of_teacher is not None or self.model.tokenizer == "teacher":
+            raise ValueError("model: a teacher job has no teacher to start from")
+        return self
+
+
+class TeacherSource(_Spec):
+    """The teacher of a distillation: a registered model, a job (finished or not), or a directory."""
+
+    model_id: str | None = None
+    job_id: str | None = None
+    path: str | None = Field(
+        None, description="A Hugging Face classifier directory made elsewhere."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TeacherSource:
+        if sum(value is not None for value in (self.model_id, self.job_id, self.path)) != 1:
+            raise ValueError("give exactly one of model_id, job_id, path")
+        return self
+
+
+class Divergence(str, Enum):
+    """How far the student's distribution lies from the teacher's."""
+
+    FORWARD_KL = "forward_kl"
+    REVERSE_KL = "reverse_kl"
+    JENSEN_SHANNON = "jensen_shannon"
+
+    __str__ = str.__str__
+
+
+class Distillation(_Spec):
+    """What the student learns from, and how much of each."""
+
+    divergence: Divergence = Divergence.FORWARD_KL
+    temperature: Annotated[float, Field(gt=0, le=100)] = 2.0
+    soft_weight: Annotated[float, Field(ge=0, le=100)] = Field(
+        0.7, description="Weight of the divergence from the teacher."
+    )
+    hard_weight: Annotated[float, Field(ge=0, le=100)] = Field(
+        0.3, description="Weight of the cross-entropy on labels."
+    )
+    head_weights: dict[str, Annotated[float, Field(ge=0, le=100)]] = {}
+    hidden_weight: Annotated[float, Field(ge=0, le=100)] = Field(
+        0.0, description="Weight of the hidden-state signal through a learned projection."
+    )
+    hidden_loss: Literal["cosine", "mse"] = "cosine"
+    signals: Literal["online", "cached", "auto"] = "auto"
+    teacher_placement: Literal["sharded", "replicated", "auto"] = "auto"
+    unlabelled_dataset_ids: list[str] = []
+
+    @model_validator(mode="after")
+    def _learns_something(self) -> Distillation:
+        if self.soft_weight == 0 and self.hard_weight == 0:
+            raise ValueError(
+                "soft_weight and hard_weight are both 0: nothing is left to learn from"
+            )
+        return self
+
+
+class Gate(_Spec):
+    """What a student must keep of its teacher to be promoted without force."""
+
+    min_macro_f1_share: Annotated[float, Field(ge=0, le=2)] = 0.97
+
+
+class DistillSpec(_Job):
+    """Distillation of a teacher into a student with the same heads."""
+
+    kind: Literal["distill"]
+    teacher: TeacherSource
+    student: ModelSource
+    distillation: Distillation = Distillation()
+    gate: Gate = Gate()
+    promote: Literal["never", "when_passed"] = "never"
+
+
+JobSpec = Annotated[TeacherSpec | DistillSpec, Field(discriminator="kind")]
+job_spec: TypeAdapter[TeacherSpec | DistillSpec] = TypeAdapter(JobSpec)
