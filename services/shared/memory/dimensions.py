@@ -1,0 +1,120 @@
+"""The numbers that fix a transformer's parameters: one record per architecture family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Family(str, Enum):
+    """An architecture, named by the `model_type` of its Hugging Face config."""
+
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    GRANITE = "granite"
+    GEMMA = "gemma"
+    GEMMA2 = "gemma2"
+    GEMMA3 = "gemma3_text"
+    PHI3 = "phi3"
+    MIXTRAL = "mixtral"
+    QWEN3_MOE = "qwen3_moe"
+    DEEPSEEK_V2 = "deepseek_v2"
+    DEEPSEEK_V3 = "deepseek_v3"
+    BERT = "bert"
+    ROBERTA = "roberta"
+    XLM_ROBERTA = "xlm-roberta"
+    DISTILBERT = "distilbert"
+    MODERNBERT = "modernbert"
+    GPT2 = "gpt2"
+    GPT_NEOX = "gpt_neox"
+    GPT_BIGCODE = "gpt_bigcode"
+    FALCON = "falcon"
+    BLOOM = "bloom"
+    OPT = "opt"
+    T5 = "t5"
+
+    __str__ = str.__str__
+
+
+# Decoders of RMS norms and a gated MLP around q, k, v, o projections: one operation sequence.
+LLAMA_LIKE = frozenset(
+    {
+        Family.LLAMA,
+        Family.MISTRAL,
+        Family.QWEN2,
+        Family.QWEN3,
+        Family.GRANITE,
+        Family.GEMMA,
+        Family.GEMMA2,
+        Family.GEMMA3,
+    }
+)
+BERT_LIKE = frozenset({Family.BERT, Family.ROBERTA, Family.XLM_ROBERTA, Family.DISTILBERT})
+EXPERT_FAMILIES = frozenset(
+    {Family.MIXTRAL, Family.QWEN3_MOE, Family.DEEPSEEK_V2, Family.DEEPSEEK_V3}
+)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The low-rank projections of multi-head latent attention (DeepSeek V2 and V3)."""
+
+    query_rank: int | None
+    key_value_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts; the first `dense_layers` layers keep an ordinary MLP."""
+
+    num_experts: int
+    intermediate_size: int
+    shared_experts: int = 0
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What a config.json says of the parameters; sizes in elements."""
+
+    family: Family
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    max_positions: int = 0
+    token_types: int = 0
+    decoder_layers: int = 0
+    gated: bool = True
+    parallel_norms: int = 1
+    dropout: bool = False
+    window: int | None = None
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together; not the hidden size where head_dim is its own."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, which is that of the value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys pass a norm of their own."""
+        return self.family in (Family.QWEN3, Family.GEMMA3, Family.QWEN3_MOE)
