@@ -1,0 +1,244 @@
+"""The recipe: every choice that decides how the state of a training lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from typing import Any
+
+from services.shared.memory.errors import InvalidInput
+
+
+class Precision(str, Enum):
+    """A floating-point type that parameters, computation or reduction use."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    __str__ = str.__str__
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one value."""
+        return 4 if self is Precision.FLOAT32 else 2
+
+
+class Sharding(str, Enum):
+    """What is divided over the ranks.
+
+    `grad_op` keeps parameters whole from forward to backward; `hybrid` shards within groups of
+    `shard_ranks` and replicates over the groups; `none` replicates everything.
+    """
+
+    FULL = "full"
+    GRAD_OP = "grad_op"
+    HYBRID = "hybrid"
+    NONE = "none"
+
+    __str__ = str.__str__
+
+
+class Engine(str, Enum):
+    """Who shards or replicates: torch's FullyShardedDataParallel, fully_shard, or DDP."""
+
+    FSDP1 = "fsdp1"
+    FSDP2 = "fsdp2"
+    DDP = "ddp"
+
+    __str__ = str.__str__
+
+
+class Optimizer(str, Enum):
+    """The update rule; `adamw_bf16` keeps parameters and moments in bfloat16."""
+
+    ADAMW = "adamw"
+    ADAMW_BF16 = "adamw_bf16"
+    ADAMW_8BIT = "adamw_8bit"
+    ADAFACTOR = "adafactor"
+    SGD = "sgd"
+
+    __str__ = str.__str__
+
+
+class OptimizerImpl(str, Enum):
+    """How the update runs over parameters: one kernel, list operations, or one by one."""
+
+    FUSED = "fused"
+    FOREACH = "foreach"
+    FOR_LOOP = "for_loop"
+
+    __str__ = str.__str__
+
+
+class Wrap(str, Enum):
+    """Which modules are sharding units: each layer, or the whole model as one."""
+
+    LAYER = "layer"
+    ROOT = "root"
+
+    __str__ = str.__str__
+
+
+class Embedding(str, Enum):
+    """Whether the embedding belongs to the root unit or is a unit of its own."""
+
+    ROOT = "root"
+    OWN = "own"
+
+    __str__ = str.__str__
+
+
+class Attention(str, Enum):
+    """The attention kernel: `sdpa` is flash or memory-efficient, `math` builds whole scores."""
+
+    SDPA = "sdpa"
+    EAGER = "eager"
+    MATH = "math"
+
+    __str__ = str.__str__
+
+
+class Prefetch(str, Enum):
+    """FSDP1's backward prefetch; FSDP2 always gathers the next unit ahead."""
+
+    NONE = "none"
+    PRE = "pre"
+    POST = "post"
+
+    __str__ = str.__str__
+
+
+class Offload(str, Enum):
+    """What lives in host memory: nothing, the optimizer state, or parameters and gradients too."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    ALL = "all"
+
+    __str__ = str.__str__
+
+
+class Loading(str, Enum):
+    """Which ranks hold the whole checkpoint in host memory while it is loaded."""
+
+    RANK0 = "rank0"
+    EVERY_RANK = "every_rank"
+    SLICED = "sliced"
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Every knob that the memory of a training job depends on; defaults are the trainer's.
+
+    `micro_batch` texts of `sequence_length` tokens pass a rank at once; `accumulate` micro-batches
+    make a step, and with `reduce_each` false their gradients stay whole on every rank until the
+    last. `attention_mask` says that an explicit mask is materialised. `upcast_after_wrap` is
+    accelerate's FSDP1 habit: wrapping in the checkpoint's dtype, then raising the shards.
+    Raises InvalidInput for values out of range and for combinations that do not exist.
+    """
+
+    sharding: Sharding = Sharding.FULL
+    engine: Engine = Engine.FSDP2
+    shard_ranks: int | None = None
+    wrap: Wrap = Wrap.LAYER
+    embedding: Embedding = Embedding.ROOT
+    prefetch: Prefetch = Prefetch.NONE
+    parameters: Precision = Precision.FLOAT32
+    compute: Precision = Precision.BFLOAT16
+    reduce: Precision = Precision.BFLOAT16
+    optimizer: Optimizer = Optimizer.ADAMW
+    optimizer_impl: OptimizerImpl = OptimizerImpl.FUSED
+    optimizer_in_backward: bool = False
+    activation_checkpointing: bool = True
+    attention: Attention = Attention.SDPA
+    attention_mask: bool = True
+    micro_batch: int = 1
+    sequence_length: int = 2048
+    accumulate: int = 1
+    reduce_each: bool = True
+    offload: Offload = Offload.NONE
+    loading: Loading = Loading.SLICED
+    checkpoint: Precision = Precision.BFLOAT16
+    upcast_after_wrap: bool = True
+    data_workers: int = 2
+
+    def __post_init__(self) -> None:
+        for name, kind in _ENUMS.items():
+            object.__setattr__(self, name, _member(name, kind, getattr(self, name)))
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise InvalidInput(
+                    name, f"{value!r}", accepted=f"a whole number from {low} to {high}"
+                )
+        if self.optimizer is Optimizer.ADAMW_BF16:
+            object.__setattr__(self, "parameters", Precision.BFLOAT16)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if (self.sharding is Sharding.HYBRID) != (self.shard_ranks is not None):
+            raise InvalidInput(
+                "shard_ranks", "is the group size of hybrid sharding, and only of it"
+            )
+        if self.optimizer_in_backward and self.accumulate > 1:
+            raise InvalidInput(
+                "optimizer_in_backward",
+                f"applies each gradient at once and cannot gather {self.accumulate} micro-batches",
+                accepted="accumulate 1",
+            )
+        if self.engine is Engine.DDP and self.sharding is not Sharding.NONE:
+            raise InvalidInput("sharding", f"DDP does not shard ({self.sharding})", accepted="none")
+
+    @property
+    def tokens(self) -> int:
+        """Padded tokens of one micro-batch on one rank."""
+        return self.micro_batch * self.sequence_length
+
+    def with_changes(self, changes: Mapping[str, Any]) -> Recipe:
+        """Return this recipe with named knobs changed; raise InvalidInput for an unknown one."""
+        known = [field.name for field in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise InvalidInput(name, "is no knob of a recipe", accepted=known)
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the knobs as plain JSON values."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: str(v) if isinstance(v, Enum) else v for name, v in values.items()}
+
+
+_ENUMS: dict[str, type[Enum]] = {
+    "sharding": Sharding,
+    "engine": Engine,
+    "wrap": Wrap,
+    "embedding": Embedding,
+    "prefetch": Prefetch,
+    "parameters": Precision,
+    "compute": Precision,
+    "reduce": Precision,
+    "checkpoint": Precision,
+    "optimizer": Optimizer,
+    "optimizer_impl": OptimizerImpl,
+    "attention": Attention,
+    "offload": Offload,
+    "loading": Loading,
+}
+_RANGES = {
+    "micro_batch": (1, 65_536),
+    "sequence_length": (1, 1_048_576),
+    "accumulate": (1, 65_536),
+    "data_workers": (0, 1_024),
+}
+
+
+def _member(field: str, kind: type[Enum], value: Any) -> Enum:
+    try:
+        return kind(value)
+    except ValueError as error:
+        accepted = [str(member) for member in kind]
+        raise InvalidInput(field, f"{value!r}", accepted=accepted) from error
