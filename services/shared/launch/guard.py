@@ -1,0 +1,78 @@
+"""Runs a command that must not outlive its parent; standard library alone, run as a script.
+
+    python -I -S guard.py [--signal SIGKILL] [--parent PID] [--user NAME] [--nodes 0,0,4,4] COMMAND...
+
+The guard asks the kernel for a signal at its parent's death (PR_SET_PDEATHSIG survives exec, not
+fork), then replaces itself by the command. A script, because the same done in `preexec_fn` runs
+Python in a forked child of a process with threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import pwd
+import signal
+import sys
+
+# linux/prctl.h and linux/capability.h; stable kernel interface.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_KEEPCAPS = 8
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_RAISE = 2
+_CAP_DAC_OVERRIDE = 1
+_CAPABILITY_VERSION_3 = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Take the options, arm the kernel, become the command."""
+    parser = argparse.ArgumentParser(prog="guard")
+    parser.add_argument("--signal", default="SIGKILL", choices=[s.name for s in signal.Signals])
+    parser.add_argument("--parent", type=int, default=0)
+    parser.add_argument("--user")
+    parser.add_argument("--nodes")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    if options.user:
+        _become(pwd.getpwnam(options.user))
+    # After the change of user, which clears it.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.Signals[options.signal].value, 0, 0, 0)
+    if options.parent and os.getppid() != options.parent:
+        sys.exit("guard: the parent died before its command started")
+    command = options.command
+    if options.nodes:
+        command = _bound(command, options.nodes.split(","), int(os.environ.get("LOCAL_RANK", "0")))
+    os.execvp(command[0], command)
+
+
+def _bound(command: list[str], nodes: list[str], local_rank: int) -> list[str]:
+    """Return the command under numactl; `preferred`, since a strict bind can exhaust one node."""
+    node = nodes[local_rank] if local_rank < len(nodes) else ""
+    if not node:
+        return command
+    return ["numactl", f"--cpunodebind={node}", f"--preferred={node}", *command]
+
+
+def _become(user: pwd.struct_passwd) -> None:
+    """Change to `user`, keeping only the right to pass directories that are closed to others.
+
+    Postgres refuses to run as root, yet its programs and its data may lie below /root. Keeping
+    CAP_DAC_OVERRIDE as an ambient capability opens that path to this one process, where a chmod
+    would open it to everybody. Where the capability is not held, only open paths work.
+    """
+    _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    os.setgroups([])
+    os.setgid(user.pw_gid)
+    os.setuid(user.pw_uid)
+    bit = 1 << _CAP_DAC_OVERRIDE
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)(bit, bit, bit, 0, 0, 0)  # effective, permitted, inheritable
+    if _libc.capset(header, sets) == 0:
+        _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _CAP_DAC_OVERRIDE, 0, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Child processes that die with us, and their end with everything below them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+GUARD = Path(__file__).with_name("guard.py")
+
+# Every process of one run carries this variable, whatever became of its parents.
+RUN_MARK = "STILLHOUSE_RUN_MARK"
+
+
+def guarded(command: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL) -> list[str]:
+    """Return the command that runs `command` and gets `death_signal` when its parent dies."""
+    return [
+        sys.executable,
+        *("-I", "-S", str(GUARD)),
+        *("--signal", death_signal.name),
+        *command,
+    ]
+
+
+def start_process(
+    command: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    user: str | None = None,
+    death_signal: signal.Signals = signal.SIGKILL,
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, its output appended to `log`.
+
+    It gets `death_signal` when the calling thread ends, even by SIGKILL. Raises OSError.
+    """
+    as_user = ["--user", user] if user else []
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            guarded(
+                ["--parent", str(os.getpid()), *as_user, *command],
+                death_signal=death_signal,
+            ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env) if env is not None else None,
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Return the process and all its descendants that are alive now."""
+    try:
+        root = psutil.Process(process.pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def stop_process(
+    process: subprocess.Popen[bytes],
+    *,
+    stop_signal: signal.Signals = signal.SIGTERM,
+    grace_seconds: float,
+) -> None:
+    """Ask the process to end, wait, then kill what is left of it and its descendants."""
+    members = family(process)
+    if process.poll() is None:
+        process.send_signal(stop_signal)
+        try:
+            process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            members = family(process)
+    kill_all(members)
+    process.wait()
+
+
+def kill_all(members: Sequence[psutil.Process]) -> None:
+    """Kill the processes that still live and wait until they are gone."""
+    for member in members:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(members, timeout=10)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the living processes that carry this run's mark in their environment."""
+    needle = f"{RUN_MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if needle in variables:
+                found.append(psutil.Process(int(entry.name)))
+        except (OSError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def wait_until_gone(pid: int, *, seconds: float) -> bool:
+    """Return whether the process `pid`, not a child of ours, ends in time."""
+    deadline = time.monotonic() + seconds
+    while psutil.pid_exists(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

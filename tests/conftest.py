@@ -1,0 +1,76 @@
+"""Real servers for the whole session: one Postgres, one Valkey, a migrated database for each test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+import redis
+
+from services.cli.servers import Server, start_postgres, start_valkey
+
+_TEMPLATE = "stillhouse"  # the database that start_postgres makes, migrated once a session
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def servers_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data directory of this session's servers."""
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def postgres(servers_dir: Path) -> Iterator[Server]:
+    """A Postgres 18 whose database `stillhouse` is empty; `.url` names that database."""
+    server = start_postgres(servers_dir, durable=False)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def migrated(postgres: Server) -> Server:
+    """The same Postgres after all migrations of `stillhouse`, the template of every test's database."""
+    from services.shared.jobs.migrations import migrate
+
+    migrate(postgres.url)
+    return postgres
+
+
+@pytest.fixture
+def database_url(migrated: Server) -> Iterator[str]:
+    """A freshly migrated database of this test's own, as an SQLAlchemy URL."""
+    name = f"test_{next(_numbers)}"
+    admin = migrated.url.replace("+psycopg", "").replace("/stillhouse?", "/postgres?")
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {_TEMPLATE} STRATEGY file_copy")
+    yield migrated.url.replace("/stillhouse?", f"/{name}?")
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(scope="session")
+def valkey(servers_dir: Path) -> Iterator[Server]:
+    """A Valkey for the whole session; `.url` is what Celery takes."""
+    server = start_valkey(servers_dir, durable=False)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def broker_url(valkey: Server) -> str:
+    """The broker's URL, emptied for this test."""
+    socket = valkey.url.removeprefix("redis+socket://")
+    with redis.Redis(unix_socket_path=socket) as client:
+        client.flushall()
+    return valkey.url
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    """A data directory of this test's own (STILLHOUSE_DATA_DIR)."""
+    path = tmp_path / "data"
+    path.mkdir()
+    return path
