@@ -1,0 +1,229 @@
+"""The classifier: a transformer backbone read at one token, and one linear head per question.
+
+Legend: B texts, S tokens, H hidden size, C classes of a head, K tapped layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PretrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from services.shared.datasets.card import Head
+
+TAPPED = "@hidden"  # key of forward's tapped states; no head can be named so
+
+
+class Pooling(str, Enum):
+    """The token whose hidden state stands for the text."""
+
+    LAST = "last"  # the last real token: all that a causal model has read
+    FIRST = "first"  # the leading special token of an encoder
+
+    __str__ = str.__str__
+
+
+class Classifier(nn.Module):
+    """A backbone without language-model head, and linear heads on the hidden state of one token."""
+
+    def __init__(self, backbone: Any, heads: Sequence[Head]) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.pooling = pooling_of(backbone.config)
+        self.causal = is_causal(backbone.config)
+        self.head_specs = tuple(heads)
+        embedded = backbone.get_input_embeddings().weight
+        self.heads = nn.ModuleDict(
+            {
+                head.name: nn.Linear(
+                    hidden_size(backbone.config),
+                    len(head.labels),
+                    dtype=embedded.dtype,
+                    device=embedded.device,
+                )
+                for head in heads
+            }
+        )
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, tap: Sequence[int] = ()
+    ) -> dict[str, Tensor]:
+        """Return float32 logits [B, C] by head name, for right-padded `input_ids` [B, S].
+
+        `attention_mask` [B, S] is None where no text is padded. `tap` names layers (0 is the
+        embedding, the number of layers the final state) whose pooled states come back as
+        `TAPPED` [B, K, H].
+        """
+        # A causal token never sees the padding to its right, so a decoder needs no mask: without
+        # one, attention keeps its fast causal kernel and nothing [B, 1, S, S] is materialised.
+        output = self.backbone(
+            input_ids=input_ids,
+            attention_mask=None if self.causal else attention_mask,
+            use_cache=False,
+            output_hidden_states=bool(tap),
+        )
+        pooled = self._pool(output.last_hidden_state, attention_mask)
+        result = {name: head(pooled).float() for name, head in self.heads.items()}
+        if tap:
+            states = [self._pool(output.hidden_states[layer], attention_mask) for layer in tap]
+            result[TAPPED] = torch.stack(states, dim=1).float()
+        return result
+
+    def _pool(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Pick one token of each text: [B, S, H] -> [B, H]."""
+        if self.pooling is Pooling.FIRST:
+            return states[:, 0]
+        if attention_mask is None:
+            return states[:, -1]
+        last = attention_mask.sum(dim=1) - 1
+        return states[torch.arange(states.shape[0], device=states.device), last]
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute each layer's activations in the backward pass."""
+        # transformers 5.2x renamed it; its own default before was the re-entrant kind.
+        renamed = getattr(self.backbone, "activation_checkpointing_enable", None)
+        if renamed is not None:
+            renamed({"use_reentrant": False})
+        else:
+            self.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Return the backbone's configuration."""
+        config: PretrainedConfig = self.backbone.config
+        return config
+
+
+def is_causal(config: PretrainedConfig) -> bool:
+    """Say whether each token sees only those before it. Raises ValueError for other architectures.
+
+    transformers lists an architecture for causal language modelling, for masked language modelling
+    or for both; BERT and its kin are in both and are decoders only when their config says so.
+    """
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{kind} is an encoder-decoder; a classifier needs a decoder (Qwen3, Llama ...) "
+            "or an encoder (BERT, XLM-R, ModernBERT ...)"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        return False
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return bool(getattr(config, "is_decoder", False))
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return True
+    raise ValueError(f"{kind} is neither a text decoder nor a text encoder known to transformers")
+
+
+def pooling_of(config: PretrainedConfig) -> Pooling:
+    """Return the token that a model of this configuration is read at."""
+    return Pooling.LAST if is_causal(config) else Pooling.FIRST
+
+
+def hidden_size(config: PretrainedConfig) -> int:
+    """Return the width of the final hidden state. Raises ValueError where the config has none."""
+    size = getattr(config, "hidden_size", None)
+    if not isinstance(size, int):
+        raise ValueError(f"{config.model_type}: config.json has no hidden_size; not a text model?")
+    return size
+
+
+def make_config(
+    mapping: Mapping[str, Any], *, vocab_size: int, pad_token_id: int
+) -> PretrainedConfig:
+    """Return the transformers configuration that a spec describes, for a given tokenizer.
+
+    Raises ValueError for an unknown architecture or field.
+    """
+    fields = dict(mapping)
+    kind = fields.pop("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(f"config.model_type: transformers knows no architecture {kind!r}")
+    known = set(CONFIG_MAPPING[kind]().to_dict())
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise ValueError(f"config: {kind} has no field {', '.join(unknown)}")
+    if fields.get("vocab_size", vocab_size) < vocab_size:
+        raise ValueError(
+            f"config.vocab_size {fields['vocab_size']} is smaller than the tokenizer's {vocab_size}"
+        )
+    fields = {"vocab_size": vocab_size, "pad_token_id": pad_token_id} | fields
+    # The defaults of an architecture name special tokens of its published vocabulary.
+    for name in {"bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"} & known:
+        fields.setdefault(name, None)
+    config = AutoConfig.for_model(kind, **fields)
+    is_causal(config)
+    return config
+
+
+def build_classifier(
+    config: PretrainedConfig,
+    heads: Sequence[Head],
+    *,
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+) -> Classifier:
+    """Return an untrained classifier, drawn from torch's generator or empty under `device("meta")`.
+
+    Raises ValueError for an architecture that is neither decoder nor encoder.
+    """
+    is_causal(config)
+    factory: Any = AutoModel
+    backbone = factory.from_config(config, attn_implementation=attention, dtype=dtype)
+    return wrap_backbone(backbone, heads)
+
+
+def wrap_backbone(backbone: Any, heads: Sequence[Head]) -> Classifier:
+    """Return a classifier around a loaded backbone, without its own pooling layer."""
+    # BERT's pooler would never get a gradient: data-parallel wrappers refuse unused parameters.
+    if getattr(backbone, "pooler", None) is not None:
+        backbone.pooler = None
+    backbone.config.use_cache = False
+    return Classifier(backbone, heads)
+
+
+def initial_heads(classifier: Classifier, seed: int) -> dict[str, Tensor]:
+    """Return the first weights of the heads, the same on every rank, as `<head>.weight|bias`."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = float(getattr(classifier.config, "initializer_range", 0.02) or 0.02)
+    width = hidden_size(classifier.config)
+    state = {}
+    for head in classifier.head_specs:
+        weight = torch.empty(len(head.labels), width)
+        state[f"{head.name}.weight"] = weight.normal_(std=spread, generator=generator)
+        state[f"{head.name}.bias"] = torch.zeros(len(head.labels))
+    return state
+
+
+@torch.no_grad()
+def init_heads(classifier: Classifier, seed: int) -> None:
+    """Set the heads of a whole (unsharded, not meta) classifier to their first weights."""
+    for name, value in initial_heads(classifier, seed).items():
+        classifier.heads.get_parameter(name).copy_(value)
+
+
+def transformer_layers(classifier: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks in order: the units of sharding and checkpointing.
+
+    Raises ValueError where no list of `num_hidden_layers` modules is found.
+    """
+    backbone: Any = classifier.backbone if isinstance(classifier, Classifier) else classifier
+    wanted = backbone.config.num_hidden_layers
+    for module in backbone.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+            return list(module)
+    raise ValueError(f"{type(backbone).__name__} has no list of {wanted} layers to shard")
+
+
+def embedding(classifier: Classifier) -> nn.Module:
+    """Return the token embedding."""
+    module: nn.Module = classifier.backbone.get_input_embeddings()
+    return module

@@ -1,0 +1,141 @@
+"""How good the answers of one head are: counts first, every figure derived from them.
+
+Legend: N texts, C classes. A text without a label is left out (-100, or NaN in its row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from services.shared.datasets.card import Head, HeadType
+
+Array = npt.NDArray[Any]
+MISSING = -100
+
+
+@dataclass(frozen=True)
+class ClassMetrics:
+    """One class: of those answered so, how many were; of those that were, how many were found."""
+
+    label: str
+    precision: float
+    recall: float
+    f1: float
+    support: int
+
+
+@dataclass(frozen=True)
+class HeadMetrics:
+    """One head over one split.
+
+    `confusion` is [C][C] counts, rows true and columns answered, for a single-label head; for a
+    multi-label head [C][4] counts of true positive, false positive, false negative, true negative.
+    """
+
+    texts: int
+    accuracy: float  # multi-label: the share of texts whose whole label set is right
+    macro_f1: float
+    classes: tuple[ClassMetrics, ...]
+    confusion: tuple[tuple[int, ...], ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what reports and manifests carry."""
+        return {
+            "texts": self.texts,
+            "accuracy": self.accuracy,
+            "macro_f1": self.macro_f1,
+            "classes": {
+                c.label: {
+                    "precision": c.precision,
+                    "recall": c.recall,
+                    "f1": c.f1,
+                    "support": c.support,
+                }
+                for c in self.classes
+            },
+            "confusion": [list(row) for row in self.confusion],
+        }
+
+
+def predict(head: Head, logits: Array) -> Array:
+    """Return the answers: class numbers [N], or for a multi-label head booleans [N, C]."""
+    if head.type is HeadType.MULTI_LABEL:
+        return np.asarray(logits > 0)
+    return np.asarray(np.argmax(logits, axis=1))
+
+
+def labelled(head: Head, labels: Array) -> Array:
+    """Return which texts carry a label: booleans [N]."""
+    if head.type is HeadType.MULTI_LABEL:
+        return np.asarray(~np.isnan(labels).any(axis=1))
+    return np.asarray(labels != MISSING)
+
+
+def head_metrics(head: Head, *, predicted: Array, labels: Array) -> HeadMetrics:
+    """Compare answers (as `predict` gives them) with labels [N] or [N, C]."""
+    keep = labelled(head, labels)
+    predicted, labels = predicted[keep], labels[keep]
+    if head.type is HeadType.MULTI_LABEL:
+        return _multi_label(head, predicted.astype(bool), labels > 0.5)
+    return _single_label(head, predicted.astype(np.int64), labels.astype(np.int64))
+
+
+def macro_f1(classes: Sequence[ClassMetrics], answered: Sequence[int]) -> float:
+    """Return the mean F1 over the classes that occur among labels or answers.
+
+    This is what scikit-learn's `f1_score(average="macro", zero_division=0)` computes.
+    """
+    seen = [c.f1 for c, n in zip(classes, answered, strict=True) if c.support or n]
+    return sum(seen) / len(seen) if seen else 0.0
+
+
+def _single_label(head: Head, predicted: Array, labels: Array) -> HeadMetrics:
+    size = len(head.labels)
+    confusion = np.bincount(labels * size + predicted, minlength=size * size).reshape(size, size)
+    hits = confusion.diagonal()
+    answered, support = confusion.sum(axis=0), confusion.sum(axis=1)
+    classes = _classes(head, hits, answered, support)
+    return HeadMetrics(
+        texts=len(labels),
+        accuracy=_ratio(hits.sum(), len(labels)),
+        macro_f1=macro_f1(classes, answered.tolist()),
+        classes=classes,
+        confusion=tuple(tuple(row) for row in confusion.tolist()),
+    )
+
+
+def _multi_label(head: Head, predicted: Array, labels: Array) -> HeadMetrics:
+    hits = (predicted & labels).sum(axis=0)
+    answered, support = predicted.sum(axis=0), labels.sum(axis=0)
+    negatives = len(labels) - answered - support + hits
+    classes = _classes(head, hits, answered, support)
+    table = np.stack([hits, answered - hits, support - hits, negatives], axis=1)
+    return HeadMetrics(
+        texts=len(labels),
+        accuracy=_ratio((predicted == labels).all(axis=1).sum(), len(labels)),
+        macro_f1=macro_f1(classes, answered.tolist()),
+        classes=classes,
+        confusion=tuple(tuple(row) for row in table.tolist()),
+    )
+
+
+def _classes(head: Head, hits: Array, answered: Array, support: Array) -> tuple[ClassMetrics, ...]:
+    return tuple(
+        ClassMetrics(
+            label=label,
+            precision=_ratio(hits[c], answered[c]),
+            recall=_ratio(hits[c], support[c]),
+            f1=_ratio(2 * hits[c], answered[c] + support[c]),
+            support=int(support[c]),
+        )
+        for c, label in enumerate(head.labels)
+    )
+
+
+def _ratio(part: Any, whole: Any) -> float:
+    return float(part) / float(whole) if whole else 0.0
