@@ -1,0 +1,358 @@
+"""The model artifact: a directory that serving, distillation and plain transformers can all read.
+
+    config.json, *.safetensors      the backbone, as AutoModel.from_pretrained loads it
+    classifier_heads.safetensors    <head>.weight [C, H], <head>.bias [C]
+    heads.json                      HeadsFile: pooling, heads, longest text, calibration
+    tokenizer files
+    golden.json                     Golden: a few texts with the logits they must give
+    manifest.json                   Manifest, written last: sha256 of each of the others
+
+safetensors only: nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel
+
+from services.shared.datasets.card import Head
+from services.shared.jobs.rundir import write_json
+from services.shared.model.classifier import Classifier, Pooling, wrap_backbone
+from services.shared.model.tokens import encode, pad
+
+HEADS_FILE = "heads.json"
+HEADS_WEIGHTS = "classifier_heads.safetensors"
+MANIFEST = "manifest.json"
+GOLDEN = "golden.json"
+
+# Logits of the same text through another batch shape, kernel or device differ by rounding: bfloat16
+# keeps 8 bits, and a dozen layers lose a few of them. A wrong weight or tokenizer is far outside.
+GOLDEN_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
+
+
+class BadArtifact(ValueError):
+    """A directory that is not a whole, unaltered model artifact."""
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class Calibration(_File):
+    """What turns a head's logits into honest probabilities: softmax or sigmoid of logits / temperature."""
+
+    temperature: float = 1.0
+
+
+class HeadsFile(_File):
+    """What the heads ask, and how the backbone is read."""
+
+    pooling: Pooling
+    heads: list[Head]
+    max_length: int | None = None  # tokens per text in training
+    calibration: dict[str, Calibration] = {}  # by head; absent: uncalibrated
+
+
+class Manifest(_File):
+    """Where the model comes from, how good it is, and what its files must hash to."""
+
+    format: int = 1
+    lineage: dict[str, Any]
+    metrics: dict[str, Any]
+    parameters: int
+    size_bytes: int
+    files: dict[str, str]  # name -> sha256
+
+
+class GoldenText(_File):
+    """A text and the logits [C] by head that the exported model gave for it."""
+
+    text: str
+    logits: dict[str, list[float]]
+
+
+class Golden(_File):
+    """Texts to try a freshly loaded model on before it serves."""
+
+    max_length: int | None
+    texts: list[GoldenText]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A model directory that has been read, not loaded."""
+
+    directory: Path
+    heads: list[Head]
+    pooling: Pooling
+    max_length: int | None
+    calibration: dict[str, Calibration]
+    manifest: Manifest | None  # None while the artifact is not sealed
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What the registry keeps of an artifact."""
+
+    sha256: str  # of manifest.json, which holds those of all other files
+    size_bytes: int
+    parameters: int
+
+
+def read_artifact(directory: Path | str) -> Artifact:
+    """Read what an artifact says of itself. Raises BadArtifact."""
+    path = Path(directory)
+    heads = _read(path / HEADS_FILE, HeadsFile)
+    sealed = (path / MANIFEST).exists()
+    return Artifact(
+        directory=path,
+        heads=heads.heads,
+        pooling=heads.pooling,
+        max_length=heads.max_length,
+        calibration=heads.calibration,
+        manifest=_read(path / MANIFEST, Manifest) if sealed else None,
+    )
+
+
+def verify_artifact(artifact: Artifact) -> None:
+    """Compare every file with the manifest's hash. Raises BadArtifact naming the first that differs."""
+    if artifact.manifest is None:
+        raise BadArtifact(f"{artifact.directory} has no {MANIFEST}: its export did not finish")
+    for name, expected in artifact.manifest.files.items():
+        path = artifact.directory / name
+        if not path.is_file():
+            raise BadArtifact(f"{artifact.directory}: {name} is missing")
+        if file_sha256(path) != expected:
+            raise BadArtifact(f"{artifact.directory}: {name} is not the file that was exported")
+
+
+def load_classifier(
+    directory: Path | str,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    attention: str = "sdpa",
+) -> Classifier:
+    """Return an artifact's classifier in evaluation mode; `dtype` None keeps the stored one.
+
+    Raises BadArtifact where files are missing, damaged or do not belong together.
+    """
+    artifact = read_artifact(directory)
+    backbone = load_backbone(artifact.directory, dtype=dtype, attention=attention)
+    classifier = wrap_backbone(backbone, artifact.heads)
+    if classifier.pooling is not artifact.pooling:
+        raise BadArtifact(
+            f"{directory}: {HEADS_FILE} says pooling {artifact.pooling}, but its architecture is "
+            f"read at the {classifier.pooling} token"
+        )
+    set_heads(classifier, read_heads(artifact.directory, artifact.heads))
+    return classifier.to(device).eval()
+
+
+def load_backbone(
+    directory: Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa"
+) -> Any:
+    """Return the backbone of any local Hugging Face directory. Raises BadArtifact."""
+    factory: Any = AutoModel
+    try:
+        backbone, info = factory.from_pretrained(
+            str(directory),
+            dtype="auto" if dtype is None else dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise BadArtifact(f"{directory} cannot be loaded as a model: {error}") from error
+    # Without this check transformers fills the gaps with random numbers and only logs it.
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
+    if missing:
+        raise BadArtifact(f"{directory}: weights are missing, among them {missing[0]}")
+    return backbone
+
+
+def read_heads(directory: Path, heads: Sequence[Head]) -> dict[str, Tensor]:
+    """Return the heads' weights as `<head>.weight|bias`. Raises BadArtifact."""
+    path = directory / HEADS_WEIGHTS
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BadArtifact(f"{path} cannot be read: {error}") from error
+    for head in heads:
+        bias = weights.get(f"{head.name}.bias")
+        if (
+            bias is None
+            or bias.shape != (len(head.labels),)
+            or f"{head.name}.weight" not in weights
+        ):
+            raise BadArtifact(f"{path} does not hold head {head.name} of {len(head.labels)} labels")
+    return weights
+
+
+@torch.no_grad()
+def set_heads(classifier: Classifier, weights: Mapping[str, Tensor]) -> None:
+    """Copy the heads' weights into a whole (unsharded) classifier. Raises BadArtifact."""
+    for name, parameter in classifier.heads.named_parameters():
+        if weights[name].shape != parameter.shape:
+            raise BadArtifact(
+                f"{name} is {list(weights[name].shape)} in {HEADS_WEIGHTS}, but the backbone asks "
+                f"for {list(parameter.shape)}"
+            )
+        parameter.copy_(weights[name])
+
+
+def save_classifier(classifier: Classifier, directory: Path) -> None:
+    """Write the weights of a whole classifier: backbone and heads, not yet sealed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    classifier.backbone.save_pretrained(str(directory))
+    write_heads(directory, classifier.heads.state_dict())
+
+
+def write_heads(directory: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write `classifier_heads.safetensors` from `<head>.weight|bias`."""
+    whole = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    save_file(whole, directory / HEADS_WEIGHTS, metadata={"format": "pt"})
+
+
+def seal_artifact(
+    directory: Path,
+    *,
+    heads: Sequence[Head],
+    pooling: Pooling,
+    lineage: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    max_length: int | None = None,
+    calibration: Mapping[str, Calibration] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Sealed:
+    """Finish an artifact whose weights and tokenizer are in place: heads.json, then manifest.json.
+
+    Every file is on disk before the manifest names it; `extra` is added to the manifest.
+    """
+    about = HeadsFile(
+        pooling=pooling,
+        heads=list(heads),
+        max_length=max_length,
+        calibration=dict(calibration or {}),
+    )
+    write_json(directory / HEADS_FILE, about)
+    files = sorted(p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST)
+    for path in files:
+        _fsync(path)
+    parameters = sum(_count_parameters(p) for p in files if p.suffix == ".safetensors")
+    size_bytes = sum(p.stat().st_size for p in files)
+    manifest = Manifest(
+        lineage=dict(lineage),
+        metrics=dict(metrics),
+        parameters=parameters,
+        size_bytes=size_bytes,
+        files={p.name: file_sha256(p) for p in files},
+        **dict(extra or {}),
+    )
+    write_json(directory / MANIFEST, manifest)
+    _fsync(directory)
+    return Sealed(file_sha256(directory / MANIFEST), size_bytes, parameters)
+
+
+@torch.no_grad()
+def golden_texts(
+    classifier: torch.nn.Module, tokenizer: Any, texts: Sequence[str], *, max_length: int | None
+) -> Golden:
+    """Run a few texts one by one through a classifier in evaluation mode, on its device.
+
+    Under sharding every rank must call this with the same texts.
+    """
+    device = next(classifier.parameters()).device
+    tokens, _ = encode(texts, tokenizer, max_length=max_length)
+    found = []
+    for text, ids in zip(texts, tokens, strict=True):
+        input_ids, mask = pad([ids], tokenizer.pad_token_id)
+        logits = classifier(input_ids.to(device), mask)
+        found.append(
+            GoldenText(text=text, logits={name: row[0].tolist() for name, row in logits.items()})
+        )
+    return Golden(max_length=max_length, texts=found)
+
+
+def write_golden(directory: Path, golden: Golden) -> None:
+    """Record golden texts in an artifact that is not yet sealed."""
+    write_json(directory / GOLDEN, golden)
+
+
+def check_golden(directory: Path, classifier: Classifier, tokenizer: Any) -> float | None:
+    """Return the largest difference from the recorded logits; None where none were recorded.
+
+    Raises BadArtifact when it is beyond rounding.
+    """
+    if not (directory / GOLDEN).exists():
+        return None
+    golden = _read(directory / GOLDEN, Golden)
+    texts = [entry.text for entry in golden.texts]
+    now = golden_texts(classifier, tokenizer, texts, max_length=golden.max_length)
+    worst = 0.0
+    for before, after in zip(golden.texts, now.texts, strict=True):
+        if before.logits.keys() != after.logits.keys():
+            raise BadArtifact(f"{directory}: {GOLDEN} was recorded for other heads")
+        for head, logits in before.logits.items():
+            difference = torch.tensor(after.logits[head]) - torch.tensor(logits)
+            worst = max(worst, difference.abs().max().item())
+    tolerance = GOLDEN_TOLERANCE[next(classifier.parameters()).dtype]
+    if not worst <= tolerance:
+        raise BadArtifact(
+            f"{directory}: the loaded model answers its golden texts with logits off by {worst:.3g} "
+            f"(rounding explains {tolerance}); weights or tokenizer are not those exported"
+        )
+    return worst
+
+
+def weights_sha256(directory: Path) -> str:
+    """Return one hash over all weight files of a model directory, by name and content."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{path.name} {file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """Return the hash of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _count_parameters(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    return sum(int(torch.Size(shape).numel()) for shape in shapes)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path, kind: type[Any]) -> Any:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise BadArtifact(f"{path.parent} has no {path.name}") from error
+    except ValidationError as error:
+        raise BadArtifact(f"{path} is damaged: {error}") from error
