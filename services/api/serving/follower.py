@@ -1,0 +1,136 @@
+"""Sees promotions, loads the new student aside, and swaps it in. A thread; torch-free.
+
+Promotions come newest first. The follower serves the newest that loads: where the latest is refused
+and nothing serves yet, as after a restart, the one before it serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from services.api.serving.measures import Measures
+from services.api.serving.promoted import Promoted, StudentRefused
+from services.api.serving.slot import ActiveStudent, Slot
+
+log = logging.getLogger(__name__)
+
+# A transient refusal (memory) is tried again after so long.
+RETRY_SECONDS = 30.0
+
+Load = Callable[[Promoted, ActiveStudent | None], ActiveStudent]
+Report = Callable[[Promoted, str], None]
+
+
+class Follower:
+    """Keeps a slot in step with the promotions."""
+
+    def __init__(
+        self,
+        slot: Slot,
+        *,
+        promotions: Callable[[], Sequence[Promoted]],
+        load: Load,
+        poll_seconds: float,
+        measures: Measures | None = None,
+        report_refused: Report | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slot = slot
+        self._promotions = promotions
+        self._load = load
+        self._poll_seconds = poll_seconds
+        self._measures = measures or Measures()
+        self._report_refused = report_refused
+        self._clock = clock
+        self._serving: dict[str, Promoted] = {}
+        self._refused: dict[str, float] = {}  # promotion id -> when to try again
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look at promotions."""
+        self._thread.start()
+
+    def stop(self, *, timeout_seconds: float = 10.0) -> None:
+        """Look no more. A load that is under way is waited for until the timeout."""
+        self._stop.set()
+        self._thread.join(timeout_seconds)
+
+    def look(self) -> bool:
+        """Act on what is promoted now; True if a student was swapped in or taken out."""
+        newest = self._newest(self._promotions())
+        changed = False
+        for alias in [*newest, *(alias for alias in self._serving if alias not in newest)]:
+            changed |= self._follow_alias(alias, newest.get(alias, []))
+        return changed
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                again = self.look()
+            except Exception:
+                log.exception("promotions could not be followed")
+                again = False
+            if not again:
+                self._stop.wait(self._poll_seconds)
+
+    def _follow_alias(self, alias: str, candidates: Sequence[Promoted]) -> bool:
+        current = self._serving.get(alias)
+        if not candidates:
+            if current is not None:
+                self._slot.swap(alias, None)
+                del self._serving[alias]
+            return current is not None
+        for wanted in candidates:
+            if current is not None and wanted.promotion_id == current.promotion_id:
+                return False
+            if self._clock() < self._refused.get(wanted.promotion_id, 0.0):
+                continue
+            student = self._student(alias, wanted)
+            if student is None:
+                continue
+            if self._stop.is_set():
+                student.retire()
+                return False
+            self._slot.swap(alias, student)
+            self._serving[alias] = wanted
+            self._measures.swaps.labels("swapped").inc()
+            log.info("student swapped in: alias=%s model=%s", alias, wanted.model_id)
+            # Something newer may have been promoted while this one loaded: look again at once.
+            return True
+        return False
+
+    def _student(self, alias: str, wanted: Promoted) -> ActiveStudent | None:
+        """Return the promoted student, shared with an alias that serves it, or loaded; None if refused."""
+        for other, serving in self._serving.items():
+            active = self._slot.active(other)
+            if serving.model_id == wanted.model_id and active is not None:
+                return active
+        log.info("loading student: alias=%s model=%s", alias, wanted.model_id)
+        try:
+            return self._load(wanted, self._slot.active(alias))
+        except StudentRefused as refusal:
+            self._refuse(wanted, str(refusal), transient=refusal.transient)
+        except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
+            # What reading an artifact, building an engine and running it once can raise.
+            self._refuse(wanted, f"{type(error).__name__}: {error}", transient=False)
+        return None
+
+    def _refuse(self, wanted: Promoted, why: str, *, transient: bool) -> None:
+        log.error("student refused: alias=%s model=%s: %s", wanted.alias, wanted.model_id, why)
+        self._refused[wanted.promotion_id] = (
+            self._clock() + RETRY_SECONDS if transient else float("inf")
+        )
+        self._measures.swaps.labels("refused").inc()
+        if self._report_refused is not None:
+            self._report_refused(wanted, why)
+
+    @staticmethod
+    def _newest(promotions: Sequence[Promoted]) -> dict[str, list[Promoted]]:
+        by_alias: dict[str, list[Promoted]] = {}
+        for promoted in promotions:
+            by_alias.setdefault(promoted.alias, []).append(promoted)
+        return by_alias

@@ -1,0 +1,87 @@
+"""What Prometheus learns about the serving room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.api.serving.prediction import Prediction
+
+# From 0.25 ms (a small student, no queue) to a full minute behind a long queue.
+_SECONDS = (0.00025, 0.001, 0.0025, 0.01, 0.025, 0.1, 0.25, 1.0, 2.5, 10.0, 60.0)
+_TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class Measures:
+    """The counters and histograms of one batcher."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        registry = registry or CollectorRegistry()
+        self.queue_tokens = Gauge(
+            "stillhouse_serving_queue_tokens",
+            "Tokens of requests that are not answered yet.",
+            registry=registry,
+        )
+        self.refused = Counter(
+            "stillhouse_serving_refused", "Requests refused: the queue was full.", registry=registry
+        )
+        self.expired = Counter(
+            "stillhouse_serving_expired", "Requests past their deadline.", registry=registry
+        )
+        self.failed_batches = Counter(
+            "stillhouse_serving_failed_batches", "Batches that an engine failed.", registry=registry
+        )
+        self.texts = Counter(
+            "stillhouse_serving_texts",
+            "Texts answered.",
+            ["model", "version"],
+            registry=registry,
+        )
+        self.stages = Histogram(
+            "stillhouse_serving_stage_seconds",
+            "Seconds that a request spent in a stage.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.batch_tokens = Histogram(
+            "stillhouse_serving_batch_tokens",
+            "Tokens of a batch.",
+            buckets=_TOKENS,
+            registry=registry,
+        )
+        self.batch_texts = Histogram(
+            "stillhouse_serving_batch_texts",
+            "Texts of a batch.",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+            registry=registry,
+        )
+        self.shadowed = Counter(
+            "stillhouse_serving_shadow_answers",
+            "Answers that the shadow gave too, by whether the highest label was the same.",
+            ["head", "agrees"],
+            registry=registry,
+        )
+        self.swaps = Counter(
+            "stillhouse_serving_swaps",
+            "Promotions that the follower acted on, by what became of them.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._tokenise = self.stages.labels("tokenise")
+        self._queue = self.stages.labels("queue")
+        self._compute = self.stages.labels("compute")
+
+    def batch(self, *, tokens: int, texts: int, seconds: float) -> None:
+        """Record one batch that ran."""
+        self.batch_tokens.observe(tokens)
+        self.batch_texts.observe(texts)
+        self._compute.observe(seconds)
+
+    def answered(self, predictions: Sequence[Prediction]) -> None:
+        """Record one request that was answered."""
+        first = predictions[0]
+        self._tokenise.observe(first.timing.tokenise)
+        self._queue.observe(max(prediction.timing.queue for prediction in predictions))
+        self.texts.labels(first.model, first.version).inc(len(predictions))

@@ -1,0 +1,80 @@
+"""The serving room as one part: what `services/api/main.py` starts, stops and asks.
+
+Torch is loaded by the follower's thread, with the first promoted student, and never before: an API
+without a student costs 60 MiB instead of 400.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from collections.abc import Callable, Sequence
+
+from prometheus_client import CollectorRegistry
+
+from services.api.serving.admission import check_memory
+from services.api.serving.batcher import Batcher
+from services.api.serving.follower import Follower, Report
+from services.api.serving.measures import Measures
+from services.api.serving.prediction import Prediction
+from services.api.serving.promoted import Promoted
+from services.api.serving.settings import ServingSettings
+from services.api.serving.slot import ActiveStudent, Slot
+
+# The one door to torch. Named here and not imported, so that it opens when a student is promoted.
+ENGINES = "services.api.serving.loading"
+
+
+class Predictor:
+    """Slot, batcher and follower, joined."""
+
+    def __init__(
+        self,
+        settings: ServingSettings | None = None,
+        *,
+        promotions: Callable[[], Sequence[Promoted]],
+        registry: CollectorRegistry | None = None,
+        report_refused: Report | None = None,
+    ) -> None:
+        self.settings = settings or ServingSettings()
+        self.slot = Slot()
+        self._measures = Measures(registry)
+        self.batcher = Batcher(self.slot, self.settings, measures=self._measures)
+        self._follower = Follower(
+            self.slot,
+            promotions=promotions,
+            load=self._load,
+            poll_seconds=self.settings.poll_seconds,
+            measures=self._measures,
+            report_refused=report_refused,
+        )
+
+    def start(self) -> None:
+        """Begin to follow the promotions."""
+        # Several tokenising threads would compete with the lanes for the same cores.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._follower.start()
+
+    async def stop(self) -> None:
+        """Stop following, and let go of the students."""
+        await asyncio.to_thread(self._follower.stop)
+        await asyncio.to_thread(self.batcher.close)
+        for alias in self.slot.aliases():
+            self.slot.swap(alias, None)
+
+    def active(self, alias: str = "default") -> ActiveStudent | None:
+        """Return the student that serves `alias` now."""
+        return self.slot.active(alias)
+
+    async def predict(
+        self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
+    ) -> list[Prediction]:
+        """Return one prediction a text; see `Batcher.predict` for what it raises."""
+        return await self.batcher.predict(texts, truncate=truncate, alias=alias)
+
+    def _load(self, promoted: Promoted, current: ActiveStudent | None) -> ActiveStudent:
+        check_memory(promoted.directory, reserve_bytes=self.settings.memory_reserve_bytes)
+        loading = importlib.import_module(ENGINES)
+        student: ActiveStudent = loading.load_student(promoted, self.settings, current=current)
+        return student

@@ -1,0 +1,90 @@
+"""Stand-ins for the tests of the serving room: an encoder of words and engines without a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from services.api.serving.encoder import Encoded
+from services.api.serving.errors import TextTooLong
+from services.api.serving.prediction import FloatArray
+from services.api.serving.slot import ActiveStudent
+from services.shared.datasets.card import Head, HeadType
+
+HEADS = [
+    Head(name="tone", labels=["bad", "good"]),
+    Head(name="topics", type=HeadType.MULTI_LABEL, labels=["book", "food", "hotel"]),
+]
+
+
+class WordEncoder:
+    """One token a word: its number of letters."""
+
+    def __init__(self, max_length: int = 32) -> None:
+        self.max_length = max_length
+
+    def encode(self, texts: Sequence[str], *, truncate: bool) -> list[Encoded]:
+        encoded = []
+        for index, text in enumerate(texts):
+            tokens = [len(word) for word in text.split()]
+            if len(tokens) > self.max_length and not truncate:
+                raise TextTooLong(index, len(tokens), self.max_length)
+            encoded.append(Encoded(tokens[: self.max_length], len(tokens) > self.max_length))
+        return encoded
+
+
+class CountingEngine:
+    """Answers `tone` with (number of tokens, first token); remembers the batches and can be held up."""
+
+    kind = "counting"
+
+    def __init__(self, on_run: Callable[[], None] | None = None) -> None:
+        self.batches: list[list[list[int]]] = []
+        self.open = threading.Event()
+        self.open.set()
+        self.running = threading.Event()
+        self.is_closed = False
+        self._on_run = on_run
+
+    def run(self, texts: Sequence[Sequence[int]]) -> dict[str, FloatArray]:
+        assert not self.is_closed, "run after close"
+        self.batches.append([list(text) for text in texts])
+        self.running.set()
+        assert self.open.wait(20), "the test never let the engine go on"
+        if self._on_run is not None:
+            self._on_run()
+        assert not self.is_closed, "closed while running"
+        tone = np.array([[len(text), text[0]] for text in texts], np.float32)
+        return {"tone": tone, "topics": np.zeros((len(texts), 3), np.float32)}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make_student(
+    engine: CountingEngine | None = None, *, version: str = "v1", max_length: int = 32
+) -> ActiveStudent:
+    return ActiveStudent(
+        name="student",
+        version=version,
+        model_id=f"mdl_{version}",
+        heads=HEADS,
+        max_length=max_length,
+        encoder=WordEncoder(max_length),
+        engine=engine or CountingEngine(),
+    )
+
+
+@pytest.fixture
+def new_engine() -> type[CountingEngine]:
+    """Make engines without a model."""
+    return CountingEngine
+
+
+@pytest.fixture
+def new_student() -> Callable[..., ActiveStudent]:
+    """Make students without a model."""
+    return make_student

@@ -1,0 +1,49 @@
+"""Holding, swapping and closing students."""
+
+from typing import Any
+
+import pytest
+
+from services.api.serving.errors import NoStudent
+from services.api.serving.slot import Slot
+
+
+def test_a_swap_replaces_the_student_and_closes_the_former_one(new_student: Any) -> None:
+    slot, first, second = Slot(), new_student(version="v1"), new_student(version="v2")
+    slot.swap("default", first)
+    slot.swap("default", second)
+    assert slot.active() is second
+    assert first.closed.wait(20)
+    assert first.engine.is_closed
+    assert not second.engine.is_closed
+
+
+def test_a_held_student_closes_when_the_last_holder_lets_go(new_student: Any) -> None:
+    slot, first = Slot(), new_student()
+    slot.swap("default", first)
+    slot.lease()
+    slot.lease()
+    slot.swap("default", None)
+    first.release()
+    assert not first.engine.is_closed
+    first.release()
+    assert first.closed.wait(20)
+    assert not first.hold()
+
+
+def test_a_student_that_serves_another_alias_stays_open(new_student: Any) -> None:
+    slot, shared = Slot(), new_student()
+    slot.swap("default", shared)
+    slot.swap("challenger", shared)
+    slot.swap("challenger", None)
+    assert slot.active() is shared
+    slot.lease()
+    shared.release()
+    assert not shared.engine.is_closed
+
+
+def test_an_empty_alias_has_no_student_to_lease() -> None:
+    slot = Slot()
+    assert slot.active() is None
+    with pytest.raises(NoStudent):
+        slot.lease()
