@@ -1,0 +1,58 @@
+# `make` prints this menu. Everything lives in .venv; nothing is installed outside the checkout.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := menu
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: menu
+menu: ## Print this menu
+	@echo "Stillhouse"; echo
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' \
+	  | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+.PHONY: python
+python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) was not found. Install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1); Stillhouse needs Python 3.10 or newer. Name one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) has no venv module. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+$(INSTALLED): pyproject.toml constraints.txt | python
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (about a minute with a warm cache, several without) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' \
+	  || { echo "make: the installation failed. The lines above say which package; with no network, point pip at a mirror (PIP_INDEX_URL)." >&2; exit 1; }
+	@touch $@
+
+.PHONY: install
+install: $(INSTALLED) ## Create .venv and install everything into it
+
+.PHONY: demo
+demo: $(INSTALLED) ## Run the whole path on real reviews: teacher, student, promotion, prediction
+	$(BIN)/stillhouse demo $(ARGS)
+
+.PHONY: up
+up: $(INSTALLED) ## Start the platform on this machine: no Docker, Ctrl-C stops it
+	$(BIN)/stillhouse up $(ARGS)
+
+.PHONY: test
+test: $(INSTALLED) ## Run all tests; starts the servers that they need
+	$(BIN)/python -m pytest $(ARGS)
+
+.PHONY: check
+check: $(INSTALLED) ## Format, lint, types, walls
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(INSTALLED) ## Let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: clean
+clean: ## Remove the virtual environment and caches (data directories stay)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
