@@ -33,7 +33,7 @@ def postgres(servers_dir: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def migrated(postgres: Server) -> Server:
     """The same Postgres after all migrations of `stillhouse`, the template of every test's database."""
-    from services.shared.jobs.migrations import migrate
+    from services.shared.jobs.migrations.upgrade import migrate
 
     migrate(postgres.url)
     return postgres

@@ -44,6 +44,14 @@ class JobSettings(BaseSettings):
     def signals_dir(self) -> Path:
         return self.data_dir / "signals"
 
+    def dataset_dir(self, dataset_id: str) -> Path:
+        """Return the directory of a stored dataset."""
+        return self.datasets_dir / dataset_id
+
+    def model_dir(self, model_id: str) -> Path:
+        """Return the directory of a registered model's artifact."""
+        return self.models_dir / model_id
+
     def run_dir(self, job_id: str, attempt: int) -> Path:
         """Return the run directory of one attempt."""
         return self.runs_dir / job_id / str(attempt)

@@ -1,0 +1,146 @@
+"""Models and promotions in the database."""
+
+from __future__ import annotations
+
+import re
+
+from sqlalchemy import insert, select
+from sqlalchemy.orm import Session
+
+from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidInput, NotFound
+from services.shared.jobs.ids import model_id_of, new_id
+from services.shared.jobs.paging import checked_limit, cursor_seq
+from services.shared.jobs.promotion import evaluate_gate
+from services.shared.jobs.rundir import Report
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import DistillSpec, job_spec
+from services.shared.jobs.tables import JobRow, ModelRow, PromotionRow
+from services.shared.jobs.views import Kind, ModelView, Page, PromotionView
+
+DEFAULT_ALIAS = "default"
+_ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+
+
+def add(session: Session, job: JobRow, report: Report) -> None:
+    """Register the model of a job that has just succeeded; promote it where its spec says so."""
+    spec = job_spec.validate_python(job.spec)
+    gate = None
+    if isinstance(spec, DistillSpec):
+        gate = evaluate_gate(spec.gate, report.evaluation)
+    model_id = model_id_of(job.id, job.attempt)
+    session.execute(
+        insert(ModelRow).values(
+            id=model_id,
+            job_id=job.id,
+            kind=job.kind,
+            name=job.name,
+            dataset_id=job.dataset_id,
+            teacher_model_id=job.teacher_model_id,
+            heads=report.heads,
+            parameters=report.parameters,
+            size_bytes=report.size_bytes,
+            manifest_sha256=report.manifest_sha256,
+            metrics=report.evaluation,
+            gate=None if gate is None else gate.model_dump(mode="json"),
+        )
+    )
+    if isinstance(spec, DistillSpec) and spec.promote == "when_passed" and gate and gate.passed:
+        _append(session, model_id, DEFAULT_ALIAS, forced=False, reason=gate.message)
+
+
+def view(session: Session, model_id: str, *, settings: JobSettings) -> ModelView:
+    """Return a model by its id or by the id of the job that made it.
+
+    Raises NotFound, and Conflict for a job that has made no model.
+    """
+    row = session.scalar(
+        select(ModelRow).where((ModelRow.id == model_id) | (ModelRow.job_id == model_id))
+    )
+    if row is not None:
+        return _view(row, settings)
+    state = session.scalar(select(JobRow.state).where(JobRow.id == model_id))
+    if state is None:
+        raise NotFound("model", model_id)
+    raise Conflict(f"Job {model_id} is {state}; only a job that succeeded has a model.")
+
+
+def list_page(
+    session: Session,
+    *,
+    kind: Kind | None,
+    cursor: str | None,
+    limit: int,
+    settings: JobSettings,
+) -> Page[ModelView]:
+    """Return models, newest job first."""
+    query = select(ModelRow).order_by(ModelRow.id.desc())
+    if kind is not None:
+        query = query.where(ModelRow.kind == kind)
+    if cursor is not None:
+        query = query.where(ModelRow.id < cursor)
+    rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
+    items = [_view(row, settings) for row in rows[:limit]]
+    return Page(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
+
+
+def promote(
+    session: Session,
+    model: ModelView,
+    *,
+    alias: str,
+    force: bool,
+    reason: str | None,
+) -> PromotionView:
+    """Append a promotion; raises InvalidInput, GateNotPassed."""
+    if not _ALIAS.fullmatch(alias):
+        raise InvalidInput(
+            f"alias: {alias[:80]!r} is no alias; use a-z, 0-9, _ and -, a letter first, 64 at most",
+            field="alias",
+        )
+    if force and not (reason and reason.strip()):
+        raise InvalidInput("reason: say why the gate is overruled", field="reason")
+    if model.gate is not None and not model.gate.passed and not force:
+        raise GateNotPassed(model.id, model.gate.message)
+    return _append(session, model.id, alias, forced=force, reason=reason)
+
+
+def promotions(
+    session: Session, *, alias: str | None, cursor: str | None, limit: int
+) -> Page[PromotionView]:
+    """Return promotions, newest first."""
+    query = select(PromotionRow).order_by(PromotionRow.seq.desc())
+    if alias is not None:
+        query = query.where(PromotionRow.alias == alias)
+    before = cursor_seq(cursor)
+    if before is not None:
+        query = query.where(PromotionRow.seq < before)
+    rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
+    items = [PromotionView.model_validate(row, from_attributes=True) for row in rows[:limit]]
+    return Page(items=items, next_cursor=str(items[-1].seq) if len(rows) > limit else None)
+
+
+def active(session: Session, alias: str) -> PromotionView | None:
+    """Return the promotion that an alias serves, or None before the first."""
+    row = session.scalar(
+        select(PromotionRow)
+        .where(PromotionRow.alias == alias)
+        .order_by(PromotionRow.seq.desc())
+        .limit(1)
+    )
+    return None if row is None else PromotionView.model_validate(row, from_attributes=True)
+
+
+def _append(
+    session: Session, model_id: str, alias: str, *, forced: bool, reason: str | None
+) -> PromotionView:
+    row = session.scalars(
+        insert(PromotionRow)
+        .values(id=new_id("prm"), alias=alias, model_id=model_id, forced=forced, reason=reason)
+        .returning(PromotionRow)
+    ).one()
+    return PromotionView.model_validate(row, from_attributes=True)
+
+
+def _view(row: ModelRow, settings: JobSettings) -> ModelView:
+    known = {name: getattr(row, name) for name in ModelView.model_fields if name != "path"}
+    return ModelView(**known, path=settings.model_dir(row.id))

@@ -1,0 +1,24 @@
+"""Pages of a list, newest first: the cursor is the key of the last item shown."""
+
+from __future__ import annotations
+
+from services.shared.jobs.errors import InvalidInput
+
+MAX_LIMIT = 500
+_LARGEST_SEQ = 2**63 - 1
+
+
+def checked_limit(limit: int) -> int:
+    """Return the limit; raises InvalidInput outside of 1 to 500."""
+    if not 1 <= limit <= MAX_LIMIT:
+        raise InvalidInput(f"limit: {limit} is not between 1 and {MAX_LIMIT}", field="limit")
+    return limit
+
+
+def cursor_seq(cursor: str | None, *, field: str = "cursor") -> int | None:
+    """Return the sequence number in a cursor; raises InvalidInput where there is none."""
+    if cursor is None:
+        return None
+    if not cursor.isascii() or not cursor.isdigit() or int(cursor[:20]) > _LARGEST_SEQ:
+        raise InvalidInput(f"{field}: {cursor[:40]!r} is not a cursor of this list", field=field)
+    return int(cursor)

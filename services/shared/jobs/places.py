@@ -1,0 +1,40 @@
+"""Where the things that the database names lie on disk, and nothing outside of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.settings import JobSettings
+
+
+def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
+    """Return the real directory that a spec's model path names, below one of the model roots.
+
+    A relative path is looked for below each root in turn. Links are followed before the comparison,
+    so neither `..` nor a link leads out. Raises InvalidInput naming the field.
+    """
+    if "\x00" in path:
+        raise InvalidInput(f"{field}: a path holds no NUL character", field=field)
+    real_roots = [root.resolve() for root in roots]
+    for root in real_roots:
+        candidate = (root / path).resolve()  # an absolute path replaces the root
+        if any(candidate.is_relative_to(real) for real in real_roots) and candidate.is_dir():
+            return candidate
+    where = ", ".join(str(root) for root in roots) or "none is set (STILLHOUSE_MODEL_ROOTS)"
+    raise InvalidInput(
+        f"{field}: there is no directory {path!r} below the model roots of this server ({where})",
+        field=field,
+    )
+
+
+def latest_checkpoints(settings: JobSettings, attempts: list[tuple[str, int]]) -> Path | None:
+    """Return the checkpoints directory of the first of (job id, attempt) that has saved any."""
+    for job_id, attempt in attempts:
+        checkpoints = RunDirectory(settings.run_dir(job_id, attempt)).checkpoints
+        if checkpoints.is_dir() and any(
+            entry.is_dir() and not entry.name.startswith(".") for entry in checkpoints.iterdir()
+        ):
+            return checkpoints
+    return None

@@ -1,0 +1,89 @@
+"""The gate: how much of its teacher a student must have kept to be promoted without force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from services.shared.jobs.spec import Gate
+
+
+class HeadGate(BaseModel):
+    """Student against teacher on one head, by macro-F1 on the same texts."""
+
+    model_config = ConfigDict(frozen=True)
+
+    student_macro_f1: float | None
+    teacher_macro_f1: float | None
+    share: float | None  # student / teacher; None where either is missing or the teacher's is 0
+    passed: bool
+
+
+class GateResult(BaseModel):
+    """Whether a student may be promoted, and why."""
+
+    model_config = ConfigDict(frozen=True)
+
+    passed: bool
+    min_macro_f1_share: float
+    heads: dict[str, HeadGate]
+    message: str
+
+
+def evaluate_gate(gate: Gate, evaluation: dict[str, Any]) -> GateResult:
+    """Compare a student's evaluation with its teacher's, head by head.
+
+    `evaluation` is that of a distillation's report:
+    {"heads": {name: {"macro_f1": ...}}, "teacher": {"heads": {name: {"macro_f1": ...}}}}.
+    A head passes when share = student / teacher >= `gate.min_macro_f1_share`. What was not measured
+    does not pass.
+    """
+    student = _macro_f1(evaluation)
+    teacher = _macro_f1(evaluation.get("teacher"))
+    heads = {name: _compare(gate, student.get(name), teacher.get(name)) for name in sorted(student)}
+    failed = [name for name, head in heads.items() if not head.passed]
+    return GateResult(
+        passed=bool(heads) and not failed,
+        min_macro_f1_share=gate.min_macro_f1_share,
+        heads=heads,
+        message=_message(gate, heads, failed),
+    )
+
+
+def _macro_f1(evaluation: Any) -> dict[str, float | None]:
+    heads = evaluation.get("heads") if isinstance(evaluation, dict) else None
+    return {
+        name: metrics.get("macro_f1") if isinstance(metrics, dict) else None
+        for name, metrics in (heads or {}).items()
+    }
+
+
+def _compare(gate: Gate, student: float | None, teacher: float | None) -> HeadGate:
+    share = None
+    passed = False
+    if student is not None and teacher is not None:
+        share = student / teacher if teacher > 0 else None
+        # A teacher at 0 has nothing to lose: any student keeps all of it.
+        passed = teacher == 0 or student >= gate.min_macro_f1_share * teacher
+    return HeadGate(student_macro_f1=student, teacher_macro_f1=teacher, share=share, passed=passed)
+
+
+def _message(gate: Gate, heads: dict[str, HeadGate], failed: list[str]) -> str:
+    if not heads:
+        return "The student was not compared with its teacher: the report has no heads."
+    if not failed:
+        return f"Every head keeps at least {gate.min_macro_f1_share:.0%} of the teacher's macro-F1."
+    parts = [
+        f"{name}: {_number(heads[name].student_macro_f1)}"
+        f" of the teacher's {_number(heads[name].teacher_macro_f1)}"
+        for name in failed
+    ]
+    return (
+        f"The student keeps less than {gate.min_macro_f1_share:.0%} of its teacher's macro-F1: "
+        + "; ".join(parts)
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"

@@ -1,0 +1,191 @@
+"""What the store gives out: frozen values, never rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from services.shared.datasets.card import DatasetCard
+from services.shared.jobs.outcome import Outcome
+from services.shared.jobs.promotion import GateResult
+from services.shared.jobs.spec import DistillSpec, TeacherSpec
+from services.shared.jobs.state import JobState, Phase, Reason
+
+Kind = Literal["teacher", "distill"]
+
+
+class _View(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+ItemT = TypeVar("ItemT", bound=BaseModel)
+
+
+class Page(_View, Generic[ItemT]):
+    """Some items and where to go on; `next_cursor` is None on the last page."""
+
+    items: list[ItemT]
+    next_cursor: str | None = None
+
+
+class DatasetView(DatasetCard):
+    """A stored dataset."""
+
+    created_at: datetime
+
+
+class JobSummary(_View):
+    """A line of the list of jobs."""
+
+    id: str
+    kind: Kind
+    name: str | None
+    state: JobState
+    phase: Phase | None
+    reason: Reason | None
+    message: str | None
+    progress: dict[str, Any] | None
+    dataset_id: str
+    parent_job_id: str | None
+    retry_of: str | None
+    attempt: int  # number of the last attempt; 0 before the first
+    created_at: datetime
+    started_at: datetime | None
+    ended_at: datetime | None
+
+
+class JobView(JobSummary):
+    """Everything that `GET /jobs/{id}` shows."""
+
+    spec: TeacherSpec | DistillSpec
+    recipe: dict[str, Any]  # of the next or running attempt, `auto` resolved
+    plan: dict[str, Any] | None
+    metrics: dict[str, Any] | None  # last evaluation: {"heads": {name: {...}}, ...}
+    measured: dict[str, dict[str, int]] | None  # rank -> phase -> peak allocated bytes
+    observed: dict[str, Any] | None  # rank -> what the probe saw after wrapping
+    diagnosis: dict[str, Any] | None
+    max_attempts: int
+    worker: str | None
+    teacher_model_id: str | None
+    model_id: str | None
+    child_job_ids: list[str]
+
+
+class AttemptView(_View):
+    """One run of a job by one worker."""
+
+    job_id: str
+    number: int
+    worker: str
+    recipe: dict[str, Any]
+    started_at: datetime
+    ended_at: datetime | None
+    ending: str | None  # outcome.End, or "lost"
+    reason: Reason | None
+    message: str | None
+    exit_code: int | None
+    failed_rank: int | None
+    measured: dict[str, dict[str, int]] | None
+    observed: dict[str, Any] | None
+    diagnosis: dict[str, Any] | None
+
+
+class EventType(str, Enum):
+    """What an event tells; `data` holds the details."""
+
+    STATE = "state"  # {"state", "reason"?, "message"?}
+    PHASE = "phase"  # {"phase"}
+    EVALUATION = "evaluation"  # {"evaluation", "step"?, "epoch"?}
+
+    __str__ = str.__str__
+
+
+class EventView(_View):
+    """One thing that happened to a job; `seq` only grows."""
+
+    seq: int
+    job_id: str
+    attempt: int
+    type: EventType
+    data: dict[str, Any]
+    created_at: datetime
+
+
+class ModelView(_View):
+    """A trained model and where it came from."""
+
+    id: str
+    job_id: str
+    kind: Kind
+    name: str | None
+    dataset_id: str
+    teacher_model_id: str | None
+    heads: list[dict[str, Any]]
+    parameters: int
+    size_bytes: int
+    manifest_sha256: str | None
+    metrics: dict[str, Any]
+    gate: GateResult | None  # None for teachers: nothing to compare with
+    path: Path  # directory of the artifact
+    created_at: datetime
+
+
+class PromotionView(_View):
+    """From `created_at` on, `alias` serves `model_id`."""
+
+    id: str
+    seq: int
+    alias: str
+    model_id: str
+    forced: bool
+    reason: str | None
+    created_at: datetime
+
+
+class Ticket(NamedTuple):
+    """A job to be sent to the queue of its kind, after the commit."""
+
+    job_id: str
+    kind: Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A worker's right to run one attempt, as long as it keeps the lease."""
+
+    job_id: str
+    attempt: int
+    token: str
+    spec: TeacherSpec | DistillSpec
+    recipe: dict[str, Any]  # fields of spec.Recipe, `auto` resolved, changes of retries applied
+    plan: dict[str, Any] | None
+    model_id: str  # of the model that this attempt makes if it succeeds
+    dataset_dir: Path
+    unlabelled_dirs: list[Path]
+    model_dir: Path | None  # spec.model / spec.student, when it names a directory or a model
+    teacher_dir: Path | None
+    resume_dir: Path | None  # checkpoints of an earlier attempt
+    problem: Outcome | None  # why it cannot run, found while resolving paths: finish with it
+
+
+class Beat(str, Enum):
+    """What a worker is to do after a heartbeat."""
+
+    CONTINUE = "continue"
+    CANCEL = "cancel"
+    LOST = "lost"  # another worker may have the job: stop the ranks, discard the result
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Whether an outcome was applied, and which jobs are to be sent now."""
+
+    applied: bool
+    to_send: list[Ticket]
