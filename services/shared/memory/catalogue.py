@@ -1,0 +1,211 @@
+"""Catalogue of the out-of-memory texts of torch 1.x to 2.14 and of what surrounds it.
+
+Source: the strings of the released libraries of torch 1.13.1 to 2.14.0, the allocators of
+torch_npu, torch_mlu, torch_gcu and MPS, NCCL, DeepSpeed and kernel texts, and public reports.
+All quantifiers are bounded, so no text can make an expression run away.
+"""
+
+import re
+from enum import Enum
+
+
+class Backend(str, Enum):
+    """Whose memory ran out, by the first word of the message."""
+
+    CUDA = "cuda"
+    HIP = "hip"
+    NPU = "npu"
+    XPU = "xpu"
+    MPS = "mps"
+    MLU = "mlu"
+    GCU = "gcu"
+    HPU = "hpu"
+    HOST = "host"
+    UNKNOWN = "unknown"
+
+
+class MessageKind(str, Enum):
+    """Which part of the machine spoke."""
+
+    ALLOCATOR = "allocator"  # torch's caching allocator, with its accounts
+    FRACTION = "fraction"  # rejected beforehand by per_process_memory_fraction
+    CORRUPT_SIZE = "corrupt_size"  # "more than 1EB": nearly always a secondary error
+    WORKSPACE = "workspace"  # an operator's scratch, not a tensor
+    DRIVER = "driver"  # the driver refused; no accounts
+    MASKED = "masked"  # an NVML assertion raised while an OOM was being reported
+    COLLECTIVE = "collective"  # NCCL, RCCL, HCCL buffers or a library handle
+    HOST_ALLOCATOR = "host_allocator"  # torch's CPU allocator: exact bytes
+    PINNED_HOST = "pinned_host"  # locked host memory, though the text says CUDA
+    KILLED = "killed"  # SIGKILL, cgroup, Slurm, Ray
+    PROSE = "prose"  # a person's sentence with the numbers
+
+
+SIZE = r"[0-9]{1,15}(?:\.[0-9]{1,6})?\s?(?:bytes|[KMGT]iB|[KMGT]B)"
+DEVICES = r"CUDA|HIP|NPU|XPU|MLU|GCU|GPU|HPU|MUSA|SDAA"
+
+HEAD = re.compile(
+    rf"(?:(?P<backend>{DEVICES}) out of memory|\bOut of memory)\.\s+"
+    rf"(?:Tried to allocate (?P<tried>{SIZE})"
+    rf"|Allocation was preemptively rejected because it would exceed\s+"
+    rf"per_process_memory_fraction limit\.\s+Requested size: (?P<rejected>{SIZE})"
+    rf"|(?P<huge>Tried to allocate more than 1EB memory)"
+    rf"|NPUWorkspaceAllocator tried to allocate (?P<workspace>{SIZE}))",
+    re.ASCII,
+)
+DEVICE_INDEX = re.compile(rf"(?:{DEVICES}) ([0-9]{{1,4}})(?:;| has a total)", re.ASCII)
+OTHER_PROCESS = re.compile(rf"Process [0-9]{{1,12}} has ({SIZE}) memory in use", re.ASCII)
+
+
+def _size_between(before: str, after: str = "") -> re.Pattern[str]:
+    return re.compile(rf"{before}({SIZE}){after}", re.ASCII)
+
+
+# Field of a message -> the ways it is printed: bracket form up to 2.0, sentence form from 2.1.
+FIELDS: dict[str, tuple[re.Pattern[str], ...]] = {
+    "total": (
+        _size_between("", " total capacity"),
+        _size_between("has a total capac(?:i)?ty of "),
+    ),
+    "allocated": (
+        _size_between("", " already allocated"),
+        _size_between("Of the allocated memory ", " is allocated"),
+    ),
+    "active": (_size_between("", " current active"),),
+    "free": (_size_between("", " free[;)]"), _size_between("of which ", " ?is free")),
+    "allowed": (_size_between("", " allowed;"),),
+    "reserved": (_size_between("", " reserved in total"), _size_between("", " cached")),
+    "unallocated": (_size_between("", " is reserved by PyTorch but unallocated"),),
+    "private_pools": (_size_between("with ", " allocated in private pools"),),
+    "process": (_size_between("this process has ", " memory in use"),),
+}
+
+MPS_HEAD = re.compile(
+    rf"MPS backend out of memory \((?P<accounts>[^)]{{0,200}})\)\.\s+"
+    rf"Tried to allocate (?P<tried>{SIZE}) on (?:private|shared) pool",
+    re.ASCII,
+)
+MPS_ALLOCATED = _size_between(r"(?:MPS allocated|currently allocated): ")
+MPS_OTHER = _size_between("other allocations: ")
+MPS_ALLOWED = _size_between("max allowed: ")
+
+_BYTES = r"(?P<tried>[0-9]{1,18})"
+# (expression, catalogue id, who spoke, whose memory); the first that is found wins.
+OTHER_FORMATS = tuple(
+    (re.compile(expression, re.ASCII), format_id, kind, backend)
+    for expression, format_id, kind, backend in (
+        (
+            r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): "
+            rf"you tried to allocate {_BYTES} bytes",
+            "H3",
+            MessageKind.HOST_ALLOCATOR,
+            Backend.HOST,
+        ),
+        (
+            rf"MODULE:PT_DEVMEM Allocation failed for size::{_BYTES}",
+            "G1",
+            MessageKind.ALLOCATOR,
+            Backend.HPU,
+        ),
+        (
+            r"cudaHostAlloc|hipHostMalloc|cudaHostRegister|CachingHostAllocator"
+            r"|\bpin_memory\b.{0,80}out of memory",
+            "F-bare",
+            MessageKind.PINNED_HOST,
+            Backend.HOST,
+        ),
+        (
+            r"INTERNAL ASSERT FAILED at .{0,200}CUDACachingAllocator\.cpp",
+            "F-nvml",
+            MessageKind.MASKED,
+            Backend.CUDA,
+        ),
+        (
+            rf"Failed to (?:CUDA|HIP|Cuda|Hip) (?:host )?[mc]alloc\w{{0,8}} {_BYTES} bytes",
+            "N2",
+            MessageKind.COLLECTIVE,
+            Backend.UNKNOWN,
+        ),
+        (
+            r"(?:NCCL|RCCL|HCCL) WARN .{0,40}out of memory"
+            r"|CU\w{0,6}_STATUS_ALLOC_FAILED|HIP\w{0,6}_STATUS_ALLOC_FAILED"
+            r"|rocblas_status_memory_error",
+            "N1",
+            MessageKind.COLLECTIVE,
+            Backend.UNKNOWN,
+        ),
+        (
+            r"(?:UR|ZE|PI)_(?:RESULT_)?ERROR_OUT_OF_(?:RESOURCES|DEVICE_MEMORY|HOST_MEMORY)",
+            "X3",
+            MessageKind.DRIVER,
+            Backend.XPU,
+        ),
+        (
+            r"\bERR00100\b|\bEL0004\b|Failed to allocate memory",
+            "P4",
+            MessageKind.DRIVER,
+            Backend.NPU,
+        ),
+        (r"CUDA driver error: out of memory", "F-driver", MessageKind.DRIVER, Backend.CUDA),
+        (
+            r"would exceed allowed memory\. \(out of memory\)",
+            "F-async",
+            MessageKind.DRIVER,
+            Backend.CUDA,
+        ),
+        (
+            r"CUDA error: out of memory|cudaErrorMemoryAllocation",
+            "F-bare",
+            MessageKind.DRIVER,
+            Backend.CUDA,
+        ),
+        (
+            r"HIP (?:driver )?error: out of memory|hipErrorOutOfMemory",
+            "R-bare",
+            MessageKind.DRIVER,
+            Backend.HIP,
+        ),
+        (
+            r"DataLoader worker \(pid.{0,20}\) is killed by signal: (?:Killed|Bus error)",
+            "H2",
+            MessageKind.KILLED,
+            Backend.HOST,
+        ),
+        (
+            r"\[Errno 12\] Cannot allocate memory|\bMemoryError\b|std::bad_alloc",
+            "H4",
+            MessageKind.HOST_ALLOCATOR,
+            Backend.HOST,
+        ),
+        (
+            r"[Tt]asks? w\w{2,3} killed due to the node running low on memory"
+            r"|[0-9.]{1,12}GB / [0-9.]{1,12}GB \([0-9.]{1,8}%?\)",
+            "H5",
+            MessageKind.KILLED,
+            Backend.HOST,
+        ),
+        (
+            r"exit ?codes?\s*[:=]?\s*-9\b|return code\s*[:=]?\s*-9\b|Signal 9 \(SIGKILL\)"
+            r"|signal SIGKILL|[Dd]etected [0-9]{1,9} oom[_-]kill event|\boom-kill:|OOMKilled"
+            r"|[Oo]ut of memory: Killed process|\bexit code:? 137\b",
+            "H1",
+            MessageKind.KILLED,
+            Backend.HOST,
+        ),
+    )
+)
+
+PROSE_OUT = re.compile(
+    r"\b(?:(?P<backend>CUDA|HIP|NPU|XPU|MPS) )?(?:out[- ]of[- ]memory|OOM)\b",
+    re.ASCII | re.IGNORECASE,
+)
+PROSE_ALLOCATED = re.compile(
+    rf"({SIZE})\s+(?:(?:is|was|were|had been|already)\s+){{0,3}}(?:allocated|in use)\b"
+    rf"|\ballocated[:=]?\s+(?:about |~)?({SIZE})",
+    re.ASCII | re.IGNORECASE,
+)
+PROSE_REQUESTED = re.compile(
+    rf"({SIZE})\s+(?:(?:more|was|were|is|are|being)\s+){{0,3}}(?:requested|needed|wanted)\b"
+    rf"|(?:tr(?:ied|ying) to allocate|\brequest(?:ed|ing|s)?|\basked for)[:=]?\s+(?:of )?"
+    rf"(?:another |a further |about |~)?({SIZE})",
+    re.ASCII | re.IGNORECASE,
+)

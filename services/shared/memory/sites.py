@@ -1,0 +1,146 @@
+"""What the lines around a failure say: where the code stood, and what had been warned about."""
+
+import re
+from enum import Enum
+
+
+class Site(str, Enum):
+    """A place in the program that a traceback or a reporter's words name."""
+
+    LOADING = "loading"
+    MOVING = "moving"  # .to(device), .cuda()
+    WRAPPING = "wrapping"
+    GATHERING = "gathering"  # un-sharding a unit
+    FORWARD = "forward"
+    ATTENTION = "attention"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    FOREACH = "foreach"  # multi-tensor optimizer
+    SAVING = "saving"
+    EVALUATING = "evaluating"
+    GENERATING = "generating"
+    COLLECTIVE = "collective"
+
+
+class Note(str, Enum):
+    """A warning, printed before or after a failure, that says something about memory."""
+
+    UPCAST = "parameters were upcast to float32"
+    ZERO3_INIT_OFF = "zero.Init was switched off: the ZeRO stage is below 3"
+    MIXED_REQUIRES_GRAD = "one FSDP unit mixes frozen and trainable parameters"
+    NO_SHARD = "FSDP switched itself to NO_SHARD"
+    DATA_PARALLEL = "the run is data parallel without sharding"
+    CACHE_FLUSHES = "the allocator had to flush its cache under pressure"
+    CLONE_FAILED = "cloning a tensor of the state dict failed"
+    COLLECTIVE_TIMEOUT = "a collective timed out, as it does when another rank has died"
+
+
+_SITES: tuple[tuple[Site, str], ...] = (
+    (
+        Site.LOADING,
+        r"from_pretrained|load_state_dict|set_module_tensor_to_device|load_checkpoint"
+        r"|\bload_model\b|load_shard_file|materialize_|_load_pretrained",
+    ),
+    (Site.MOVING, r"_move_model_to_device|model\.to\(|\.cuda\(\)|, in convert\b|, in _apply\b"),
+    (
+        Site.WRAPPING,
+        r"_auto_wrap|_init_param_handle|flatten_tensors|_init_flat_param|fully_shard\b"
+        r"|FullyShardedDataParallel\(|DistributedDataParallel\(|_sync_module_states",
+    ),
+    (
+        Site.GATHERING,
+        r"_alloc_padded_unsharded_flat_param|_all_gather_flat_param|all_gather_copy_out"
+        r"|foreach_all_gather|GatheredParameters|_allgather_params|, in unshard\b",
+    ),
+    (Site.FORWARD, r", in forward\b|\bforward pass\b"),
+    (
+        Site.ATTENTION,
+        r"scaled_dot_product|attn_weights|attention_scores|causal_mask|attention[_ ]mask"
+        r"|eager_attention",
+    ),
+    (Site.LOSS, r"cross_entropy|log_softmax|lm_head\(|\blogits\b|CrossEntropyLoss"),
+    (Site.BACKWARD, r"\.backward\(|run_backward|, in backward\b|\bbackward pass\b"),
+    (
+        Site.OPTIMIZER,
+        r"optimizer\.step|optim/(?:_multi_tensor|adamw?|sgd|optimizer)|_multi_tensor_adamw?"
+        r"|_init_group|exp_avg|_foreach_(?:sqrt|add|mul|div|lerp|addc)",
+    ),
+    (Site.FOREACH, r"_foreach_|_multi_tensor_"),
+    (
+        Site.SAVING,
+        r"save_checkpoint|save_model|save_pretrained|_save_to_state_dict|full_state_dict"
+        r"|get_state_dict|get_model_state_dict|\.state_dict\(|Failed to clone\(\) tensor"
+        r"|, in state_dict\b",
+    ),
+    (Site.EVALUATING, r"evaluation_loop|prediction_step|, in evaluate\b"),
+    (Site.GENERATING, r", in generate\b|\.generate\("),
+    (Site.COLLECTIVE, r"ncclCommInit|init_process_group|ProcessGroup(?:NCCL|HCCL)|NCCL error"),
+)
+_SITE_EXPRESSION = re.compile("|".join(f"(?P<{site.name}>{text})" for site, text in _SITES))
+
+_NOTES: tuple[tuple[Note, str], ...] = (
+    (Note.UPCAST, r"[Uu]pcast(?:ed|ing) low precision parameters"),
+    (Note.ZERO3_INIT_OFF, r"Zero3 Init flag is only applicable"),
+    (
+        Note.MIXED_REQUIRES_GRAD,
+        r"mixed `?requires_grad|both parameters with `?requires_grad=True`? and `?False",
+    ),
+    (Note.NO_SHARD, r"switching to use `?(?:ShardingStrategy\.)?NO_SHARD"),
+    (
+        Note.DATA_PARALLEL,
+        r"Training with DataParallel|distributed_type:? ?['\"]?(?:DistributedType\.)?MULTI_GPU",
+    ),
+    (Note.CACHE_FLUSHES, r"pytorch allocator cache flushes since last step"),
+    (Note.CLONE_FAILED, r"Failed to clone\(\) tensor with name"),
+    (
+        Note.COLLECTIVE_TIMEOUT,
+        r"caught collective operation timeout|Timed out waiting .{0,80}collective"
+        r"|communicator was aborted",
+    ),
+)
+_NOTE_EXPRESSIONS = tuple((note, re.compile(text)) for note, text in _NOTES)
+# One word of each note; a chunk without any of them is not searched further.
+NOTE_WORDS = (
+    "low precision parameters",
+    "Zero3 Init",
+    "requires_grad",
+    "NO_SHARD",
+    "DataParallel",
+    "MULTI_GPU",
+    "cache flushes",
+    "Failed to clone()",
+    "ollective",
+    "communicator was aborted",
+)
+_CLONED_TENSOR = re.compile(r"Failed to clone\(\) tensor with name ([\w.]{1,200})")
+_PROGRESS = re.compile(r"\b([0-9]{1,9})/([0-9]{1,9}) \[[0-9:?]{2,12}<")
+
+
+def sites_in(text: str) -> tuple[Site, ...]:
+    """Return the sites that `text` names, in order, each once, the innermost last."""
+    seen: dict[Site, None] = {}
+    for found in _SITE_EXPRESSION.finditer(text):
+        site = Site[found.lastgroup or ""]
+        seen.pop(site, None)
+        seen[site] = None
+        if site is Site.OPTIMIZER and "_foreach_" in found[0]:
+            seen[Site.FOREACH] = None
+    return tuple(seen)
+
+
+def notes_in(text: str) -> frozenset[Note]:
+    """Return the warnings that `text` holds."""
+    return frozenset(note for note, expression in _NOTE_EXPRESSIONS if expression.search(text))
+
+
+def cloned_tensor_in(text: str) -> str | None:
+    """Return the tensor whose clone failed while a state dict was gathered, if one is named."""
+    found = _CLONED_TENSOR.search(text)
+    return found[1] if found else None
+
+
+def finished_steps_in(text: str) -> int | None:
+    """Return the count of the last progress bar in `text`: the steps finished before."""
+    counts = [int(found[1]) for found in _PROGRESS.finditer(text)]
+    return counts[-1] if counts else None
