@@ -40,6 +40,9 @@ class Classifier(nn.Module):
         self.pooling = pooling_of(backbone.config)
         self.causal = is_causal(backbone.config)
         self.head_specs = tuple(heads)
+        taken = [head.name for head in heads if hasattr(nn.ModuleDict(), head.name)]
+        if taken:  # torch keeps the heads as attributes of a module, which has some of its own
+            raise ValueError(f"a head cannot be named {', '.join(taken)}: rename its column")
         embedded = backbone.get_input_embeddings().weight
         self.heads = nn.ModuleDict(
             {
@@ -161,6 +164,11 @@ def make_config(
         fields.setdefault(name, None)
     config = AutoConfig.for_model(kind, **fields)
     is_causal(config)
+    queries, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if keys and queries % keys:
+        raise ValueError(
+            f"config: num_attention_heads {queries} is not a multiple of num_key_value_heads {keys}"
+        )
     return config
 
 

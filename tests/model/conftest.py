@@ -1,0 +1,60 @@
+"""Small models and texts that every test of the model room uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.shared.datasets.card import Head, HeadType
+from services.shared.model.classifier import Classifier, build_classifier, init_heads, make_config
+from services.shared.model.tokens import train_tokenizer
+
+TEXTS = [
+    "The room was clean and the staff were kind.",
+    "The book arrived late and its pages were torn.",
+    "屏幕很清楚，电池也耐用。",
+    "酒店太吵，一晚没睡好。",
+    "Fine.",
+    "A long story about a laptop that broke twice in a week, was repaired, and broke again.",
+]
+ENCODERS = {"bert", "xlm-roberta", "modernbert"}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.fixture(scope="session")
+def heads() -> list[Head]:
+    return [
+        Head(name="sentiment", labels=["bad", "good"]),
+        Head(name="topics", type=HeadType.MULTI_LABEL, labels=["book", "hotel", "price"]),
+    ]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(TEXTS, vocab_size=320, directory=directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def make_classifier(heads: list[Head]):
+    """Build a tiny untrained classifier of an architecture, in evaluation mode."""
+
+    def make(model_type: str, seed: int = 0, **fields: int) -> Classifier:
+        grouped = {} if model_type in ENCODERS else {"num_key_value_heads": 2}
+        config = make_config(
+            {"model_type": model_type, **SMALL, **grouped, **fields}, vocab_size=320, pad_token_id=0
+        )
+        torch.manual_seed(seed)
+        classifier = build_classifier(config, heads)
+        init_heads(classifier, seed)
+        return classifier.eval()
+
+    return make
