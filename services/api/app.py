@@ -1,0 +1,57 @@
+"""The application: routes, problems, limits. Torch-free, so that it starts at once anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from services.api import errors
+from services.api.body import BodyLimit
+from services.api.deps import Parts
+from services.api.openapi import describe
+from services.api.routes import health, jobs, models, plans, predict, runs
+from services.api.telemetry import InfoCollector, Observe
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
+    """Return the application over its parts; `lifespan` starts and stops what needs it."""
+    app = FastAPI(
+        title="Stillhouse",
+        version=version("stillhouse"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        openapi_tags=_TAGS,
+    )
+    app.state.parts = parts
+    for router in (
+        plans.router,
+        jobs.writes,
+        jobs.reads,
+        runs.router,
+        models.router,
+        predict.router,
+        health.router,
+    ):
+        app.include_router(router)
+    errors.install(app)
+    describe(app)
+    parts.metrics.registry.register(InfoCollector(parts.predictor))
+    app.add_middleware(BodyLimit, settings=parts.settings)
+    app.add_middleware(Observe, metrics=parts.metrics)  # the outermost: it sees every answer
+    return app
+
+
+_TAGS = [
+    {"name": "datasets", "description": "Upload and validate labelled text."},
+    {"name": "plans", "description": "Whether a job fits into memory."},
+    {"name": "jobs", "description": "Train teachers, distil students, watch them."},
+    {"name": "diagnoses", "description": "What an out-of-memory error really says."},
+    {"name": "models", "description": "The registry, its gate, its promotions."},
+    {"name": "predict", "description": "The promoted student answers."},
+    {"name": "health", "description": "For orchestrators, Prometheus and people."},
+]

@@ -1,0 +1,123 @@
+"""What the routes are given: the parts that `main` (or a test) joined, and the shapes of ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol
+
+from fastapi import Depends, Path, Query, Request
+
+from services.api.keys import Keys
+from services.api.serving.prediction import Prediction
+from services.api.settings import ApiSettings
+from services.api.telemetry import Metrics
+from services.shared.datasets.card import Head
+from services.shared.jobs.errors import NotFound
+from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
+from services.shared.jobs.store import Store
+
+
+class Student(Protocol):
+    """The model that serves an alias now."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def heads(self) -> list[Head]: ...
+    @property
+    def max_length(self) -> int: ...
+
+
+class Predictor(Protocol):
+    """The serving room as the routes see it."""
+
+    def active(self, alias: str = "default") -> Student | None: ...
+    def aliases(self) -> Sequence[str]: ...
+    async def predict(
+        self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
+    ) -> Sequence[Prediction]:
+        """Classify texts. Raises the errors of `serving.errors`."""
+        ...
+
+
+class Admission(Protocol):
+    """What the memory plan says of a job that may run."""
+
+    @property
+    def plan(self) -> dict[str, Any] | None: ...
+    @property
+    def recipe(self) -> Recipe | None:
+        """The one chosen where the spec says `auto`."""
+        ...
+
+
+class Admit(Protocol):
+    """Plans a job before anything is stored."""
+
+    def __call__(self, spec: TeacherSpec | DistillSpec) -> Admission:
+        """Raises DoesNotFit (with the plan) and InvalidInput."""
+        ...
+
+
+Send = Callable[[str, str], None]  # job id, kind; raises Unavailable
+Probe = Callable[[], None]  # raises Unavailable or OSError where its part is away
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Everything that the routes work with."""
+
+    settings: ApiSettings
+    store: Store
+    send: Send
+    predictor: Predictor
+    admit: Admit
+    keys: Keys
+    metrics: Metrics
+    probes: Mapping[str, Probe] = field(default_factory=dict)
+
+
+def _parts(request: Request) -> Parts:
+    parts: Parts = request.app.state.parts
+    return parts
+
+
+PartsDep = Annotated[Parts, Depends(_parts)]
+
+_ID = re.compile(r"[a-z]{2,4}_[0-9a-z_]{1,60}")
+
+
+def _checked(what: str, id: str) -> str:
+    """Return the id, or say that there is no such thing before the database has to read it."""
+    if not _ID.fullmatch(id):
+        raise NotFound(what, id[:80])
+    return id
+
+
+async def _job_id(job_id: Annotated[str, Path(examples=["job_01kb6ztn8e0wq4v7"])]) -> str:
+    return _checked("job", job_id)
+
+
+async def _dataset_id(dataset_id: Annotated[str, Path(examples=["ds_01kb6ztn8e0wq4v7"])]) -> str:
+    return _checked("dataset", dataset_id)
+
+
+async def _model_id(model_id: Annotated[str, Path(examples=["mdl_01kb6ztn8e0wq4v7_1"])]) -> str:
+    return _checked("model", model_id)
+
+
+JobId = Annotated[str, Depends(_job_id)]
+DatasetId = Annotated[str, Depends(_dataset_id)]
+ModelId = Annotated[str, Depends(_model_id)]
+
+Limit = Annotated[int, Query(ge=1, le=200, description="Most items of one page.")]
+Cursor = Annotated[
+    str | None,
+    Query(max_length=200, pattern=r"^[A-Za-z0-9_=-]+$", description="`next_cursor` of a page."),
+]
+ALIAS_PATTERN = r"^[a-z][a-z0-9_-]{0,63}$"
+Alias = Annotated[str, Query(pattern=ALIAS_PATTERN, description="The name models serve under.")]

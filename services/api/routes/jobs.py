@@ -1,0 +1,164 @@
+"""Jobs: submit, list, show, cancel, retry. What a run has written is in `runs`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import structlog
+from fastapi import APIRouter, Body, Depends, Header, Query
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from starlette.responses import Response
+
+from services.api.body import screen_json
+from services.api.deps import Cursor, JobId, Limit, Parts, PartsDep
+from services.api.keys import Scope, requires
+from services.api.openapi import problems
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.job_rows import changed_spec
+from services.shared.jobs.spec import JobSpec, Recipe, Training
+from services.shared.jobs.state import JobState
+from services.shared.jobs.views import JobSummary, JobView, Kind, Page
+
+log = structlog.get_logger(__name__)
+
+reads = APIRouter(
+    tags=["jobs"],
+    dependencies=[Depends(requires(None))],
+    responses=problems(401, 404, 422, 500, 503),
+)
+writes = APIRouter(
+    tags=["jobs"],
+    dependencies=[Depends(requires(Scope.SUBMIT)), Depends(screen_json)],
+    responses=problems(400, 401, 403, 404, 409, 413, 422, 500, 503),
+)
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=200,
+        pattern=r"^[!-~]+$",
+        description="A second request with the same key and body gets the first one's job.",
+    ),
+]
+_ACCEPTED: dict[int | str, dict[str, Any]] = {
+    202: {
+        "headers": {
+            "Location": {"schema": {"type": "string"}, "description": "The job."},
+            "Idempotent-Replayed": {
+                "schema": {"type": "string"},
+                "description": "`true` where the key's job existed already.",
+            },
+        }
+    }
+}
+_EXAMPLE = {
+    "kind": "teacher",
+    "dataset_id": "ds_01kb6ztn8e0wq4v7",
+    "model": {"path": "Qwen3-32B"},
+    "training": {"epochs": 3, "learning_rate": 2e-5},
+    "recipe": {"optimizer": "adamw_bf16"},
+    "resources": {"ranks": 8, "device": "k100_ai"},
+}
+SpecBody = Annotated[JobSpec, Body(examples=[_EXAMPLE])]
+
+
+@writes.post("/jobs", operation_id="create_job", status_code=202, responses=_ACCEPTED)
+def create_job(
+    spec: SpecBody, parts: PartsDep, response: Response, idempotency_key: IdempotencyKey = None
+) -> JobView:
+    """Plan a job, refuse it if it cannot fit, store it, and send it to its worker."""
+    admission = parts.admit(spec)
+    job, created = parts.store.create_job(
+        spec, plan=admission.plan, recipe=admission.recipe, idempotency_key=idempotency_key
+    )
+    return _accepted(job, parts=parts, response=response, created=created)
+
+
+def _optional(model: type[BaseModel]) -> Any:
+    """Return a model with the same fields, none of them needed."""
+    fields: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        kind: Any = field.annotation
+        fields[name] = (kind | None, Field(None, description=field.description))
+    return create_model(f"{model.__name__}Changes", __config__=ConfigDict(extra="forbid"), **fields)
+
+
+RecipeChanges: Any = _optional(Recipe)
+TrainingChanges: Any = _optional(Training)
+
+
+class RetryRequest(BaseModel):
+    """What to change; a remedy of the diagnosis can be sent as it is."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"changes": {"optimizer": "adafactor"}}]}
+    )
+
+    changes: RecipeChanges | None = Field(None, description="Fields of the recipe.")
+    training: TrainingChanges | None = Field(None, description="Fields of the training.")
+
+
+@writes.post("/jobs/{job_id}/retry", operation_id="retry_job", status_code=202, responses=_ACCEPTED)
+def retry_job(
+    job_id: JobId, parts: PartsDep, response: Response, body: RetryRequest | None = None
+) -> JobView:
+    """Repeat a failed or cancelled job as a new one that goes on from its checkpoints."""
+    changes = body.model_dump(mode="json", exclude_unset=True) if body else {}
+    recipe_changes, training_changes = changes.get("changes") or {}, changes.get("training") or {}
+    former = parts.store.job(job_id)
+    spec = changed_spec(
+        former.spec,
+        recipe=former.recipe,
+        recipe_changes=recipe_changes,
+        training_changes=training_changes,
+    )
+    job = parts.store.retry(
+        job_id,
+        recipe_changes=recipe_changes,
+        training_changes=training_changes,
+        plan=parts.admit(spec).plan,
+    )
+    return _accepted(job, parts=parts, response=response, created=True)
+
+
+@writes.post("/jobs/{job_id}/cancel", operation_id="cancel_job", status_code=202)
+def cancel_job(job_id: JobId, parts: PartsDep) -> JobView:
+    """Stop a job: at once while it waits, after a checkpoint while it runs. Twice is harmless."""
+    return parts.store.request_cancel(job_id)
+
+
+@reads.get("/jobs", operation_id="list_jobs")
+def list_jobs(
+    parts: PartsDep,
+    state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
+    kind: Annotated[Kind | None, Query(description="Only jobs of this kind.")] = None,
+    cursor: Cursor = None,
+    limit: Limit = 50,
+) -> Page[JobSummary]:
+    """List jobs, the newest first."""
+    return parts.store.list_jobs(state=state, kind=kind, cursor=cursor, limit=limit)
+
+
+@reads.get("/jobs/{job_id}", operation_id="get_job")
+def get_job(job_id: JobId, parts: PartsDep) -> JobView:
+    """Show a job: state, progress, metrics, planned and measured memory, and a failure's diagnosis."""
+    return parts.store.job(job_id)
+
+
+def _accepted(job: JobView, *, parts: Parts, response: Response, created: bool) -> JobView:
+    response.headers["Location"] = f"/jobs/{job.id}"
+    if not created:
+        response.headers["Idempotent-Replayed"] = "true"
+    elif job.state is JobState.QUEUED:
+        _send(job, parts)
+    return job
+
+
+def _send(job: JobView, parts: Parts) -> None:
+    try:
+        parts.send(job.id, job.kind)
+    except Unavailable:
+        # The row is committed, so the job is accepted: the sweep sends it when the broker is back.
+        log.warning("job_not_sent", job_id=job.id)

@@ -1,0 +1,73 @@
+"""The registry of models, and which of them serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.api.body import screen_json
+from services.api.deps import ALIAS_PATTERN, Cursor, Limit, ModelId, PartsDep
+from services.api.keys import Scope, requires
+from services.api.openapi import problems
+from services.shared.jobs.views import Kind, ModelView, Page, PromotionView
+
+router = APIRouter(tags=["models"], responses=problems(401, 422, 500, 503))
+
+
+@router.get("/models", operation_id="list_models", dependencies=[Depends(requires(None))])
+def list_models(
+    parts: PartsDep,
+    kind: Annotated[Kind | None, Query(description="Only models of this kind of job.")] = None,
+    cursor: Cursor = None,
+    limit: Limit = 50,
+) -> Page[ModelView]:
+    """List models, the newest first."""
+    return parts.store.list_models(kind=kind, cursor=cursor, limit=limit)
+
+
+@router.get(
+    "/models/{model_id}",
+    operation_id="get_model",
+    dependencies=[Depends(requires(None))],
+    responses=problems(404),
+)
+def get_model(model_id: ModelId, parts: PartsDep) -> ModelView:
+    """Show a model: heads, metrics, gate, and where it came from."""
+    return parts.store.model(model_id)
+
+
+class PromoteRequest(BaseModel):
+    """Which alias shall serve the model; `force` passes the gate and needs a reason."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"examples": [{"alias": "default"}]}
+    )
+
+    alias: Annotated[str, Field(pattern=ALIAS_PATTERN)] = "default"
+    force: bool = False
+    reason: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+
+
+@router.post(
+    "/models/{model_id}/promote",
+    operation_id="promote_model",
+    status_code=201,
+    dependencies=[Depends(requires(Scope.PROMOTE)), Depends(screen_json)],
+    responses=problems(400, 403, 404, 409, 413),
+)
+def promote_model(
+    model_id: ModelId, parts: PartsDep, body: PromoteRequest | None = None
+) -> PromotionView:
+    """Let an alias serve this model from now on. To roll back, promote the former one."""
+    asked = body or PromoteRequest()
+    return parts.store.promote(model_id, alias=asked.alias, force=asked.force, reason=asked.reason)
+
+
+@router.get("/promotions", operation_id="list_promotions", dependencies=[Depends(requires(None))])
+def list_promotions(
+    parts: PartsDep, cursor: Cursor = None, limit: Limit = 50
+) -> Page[PromotionView]:
+    """List promotions, the newest first; nothing is ever changed or removed."""
+    return parts.store.promotions(cursor=cursor, limit=limit)

@@ -1,0 +1,212 @@
+"""What the runs of a job tell: events as they happen, the log's end, memory, and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Query, Request
+from pydantic import BaseModel
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import PlainTextResponse, Response
+
+from services.api.deps import JobId, Parts, PartsDep
+from services.api.keys import requires
+from services.api.openapi import problems
+from services.api.series import RankMemory, Series, rank_memory, thinned
+from services.shared.jobs.errors import NotFound, Unavailable
+from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.state import TERMINAL
+from services.shared.jobs.views import EventView, JobView
+
+router = APIRouter(
+    tags=["jobs"],
+    dependencies=[Depends(requires(None))],
+    responses=problems(401, 404, 422, 500, 503),
+)
+
+EVENTS_AT_ONCE = 200
+MOST_EVENTS = 1000  # of the plain list
+LAST_SEQ = 2**63 - 1
+
+Attempt = Annotated[
+    int | None, Query(ge=1, le=1_000_000, description="The last attempt if left out.")
+]
+Points = Annotated[int, Query(ge=2, le=5000, description="Most points of a series.")]
+
+
+@router.get(
+    "/jobs/{job_id}/events",
+    operation_id="watch_job",
+    response_model=list[EventView],
+    responses={
+        200: {
+            "description": "Events until the job ends. `Accept: application/json` asks for a list.",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        }
+    },
+)
+async def watch_job(
+    job_id: JobId,
+    parts: PartsDep,
+    request: Request,
+    last_event_id: Annotated[
+        int, Header(ge=0, le=LAST_SEQ, description="Go on after this event.")
+    ] = 0,
+) -> Any:
+    """Stream a job's events: `state`, `phase`, `evaluation` (with ids) and `progress` (without)."""
+    await run_in_threadpool(parts.store.job, job_id)  # an unknown job is a 404, not a stream
+    if _wants_json(request):
+        return await run_in_threadpool(
+            parts.store.events, job_id, after_seq=last_event_id, limit=MOST_EVENTS
+        )
+    return EventSourceResponse(
+        _events(job_id, parts=parts, after_seq=last_event_id),
+        ping=parts.settings.event_ping_seconds,
+    )
+
+
+def _wants_json(request: Request) -> bool:
+    accepted = request.headers.get("accept", "")
+    return "application/json" in accepted and "text/event-stream" not in accepted
+
+
+async def _events(job_id: str, *, parts: Parts, after_seq: int) -> AsyncIterator[ServerSentEvent]:
+    clock = asyncio.get_running_loop().time
+    ends_at = clock() + parts.settings.event_stream_seconds
+    progress = None
+    while clock() < ends_at:  # a client reconnects by itself and names the last id it saw
+        try:
+            # The job first: if it has ended, all its events are there to be read.
+            job = await run_in_threadpool(parts.store.job, job_id)
+            events = await run_in_threadpool(
+                parts.store.events, job_id, after_seq=after_seq, limit=EVENTS_AT_ONCE
+            )
+        except Unavailable:
+            await asyncio.sleep(parts.settings.event_poll_seconds)
+            continue
+        for event in events:
+            after_seq = event.seq
+            yield ServerSentEvent(event.model_dump_json(), event=str(event.type), id=str(event.seq))
+        if events:
+            continue
+        if job.state in TERMINAL:
+            return
+        if job.progress is not None and job.progress != progress:
+            progress = job.progress
+            yield ServerSentEvent(_progress_json(job), event="progress")
+        await asyncio.sleep(parts.settings.event_poll_seconds)
+
+
+def _progress_json(job: JobView) -> str:
+    return job.model_dump_json(include={"id", "attempt", "phase", "progress"})
+
+
+@router.get(
+    "/jobs/{job_id}/logs",
+    operation_id="get_job_log",
+    response_class=PlainTextResponse,
+)
+def get_job_log(
+    job_id: JobId,
+    parts: PartsDep,
+    attempt: Attempt = None,
+    tail_bytes: Annotated[int, Query(ge=1, le=1024 * 1024)] = 64 * 1024,
+) -> Response:
+    """Return the end of what torchrun and the ranks have printed, in whole lines."""
+    run, _ = _run(parts, job_id, attempt)
+    return PlainTextResponse(_tail(run.log, tail_bytes) if run else "")
+
+
+def _tail(path: Path, most_bytes: int) -> str:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - most_bytes)
+            file.seek(start)
+            text = file.read(most_bytes)
+    except FileNotFoundError:
+        return ""
+    if start > 0:
+        text = text.partition(b"\n")[2]
+    return text.decode("utf-8", "replace")
+
+
+class JobMemory(BaseModel):
+    """Planned next to measured, for each rank of an attempt, in bytes."""
+
+    job_id: str
+    attempt: int
+    planned_peak_bytes: int | None
+    budget_bytes: int | None
+    ranks: list[RankMemory]
+
+
+@router.get("/jobs/{job_id}/memory", operation_id="get_job_memory")
+def get_job_memory(
+    job_id: JobId, parts: PartsDep, attempt: Attempt = None, points: Points = 500
+) -> JobMemory:
+    """Show each rank's memory over time, and its peak in each phase next to the planned one."""
+    run, job = _run(parts, job_id, attempt)
+    plan = job.plan or {}
+    planned = plan.get("phases") or {}
+    ranks = (
+        [rank_memory(run, rank, planned=planned, points=points) for rank in run.ranks()]
+        if run
+        else []
+    )
+    return JobMemory(
+        job_id=job_id,
+        attempt=attempt or job.attempt,
+        planned_peak_bytes=plan.get("peak_bytes"),
+        budget_bytes=plan.get("budget_bytes"),
+        ranks=ranks,
+    )
+
+
+class JobMetrics(BaseModel):
+    """Evaluations and the training curve of an attempt."""
+
+    job_id: str
+    attempt: int
+    metrics: dict[str, Any] | None
+    evaluations: list[ProgressRecord]
+    series: Series[ProgressRecord]
+
+
+@router.get("/jobs/{job_id}/metrics", operation_id="get_job_metrics")
+def get_job_metrics(
+    job_id: JobId, parts: PartsDep, attempt: Attempt = None, points: Points = 500
+) -> JobMetrics:
+    """Show loss, learning rate and speed over time, and every evaluation."""
+    run, job = _run(parts, job_id, attempt)
+    evaluations: list[ProgressRecord] = []
+
+    def records() -> Any:
+        for _, record in read_records(run.progress, ProgressRecord) if run else ():
+            if record.evaluation is not None:
+                evaluations.append(record)
+            else:
+                yield record
+
+    series = thinned(records(), points=points)
+    return JobMetrics(
+        job_id=job_id,
+        attempt=attempt or job.attempt,
+        metrics=job.metrics,
+        evaluations=evaluations,
+        series=series,
+    )
+
+
+def _run(parts: Parts, job_id: str, attempt: int | None) -> tuple[RunDirectory | None, JobView]:
+    """Return the run directory of an attempt, or None before the first."""
+    job = parts.store.job(job_id)
+    number = attempt or job.attempt
+    if number > job.attempt:
+        raise NotFound("attempt", f"{job_id}/{number}")
+    return (RunDirectory(parts.settings.run_dir(job_id, number)) if number else None), job

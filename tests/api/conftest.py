@@ -1,0 +1,180 @@
+"""The application over real or absent parts, and a predictor that needs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.api.app import create_app
+from services.api.deps import Parts
+from services.api.keys import Keys
+from services.api.serving.errors import NoStudent, PredictionError, TextTooLong
+from services.api.serving.prediction import Prediction, Score, Timing
+from services.api.settings import ApiSettings
+from services.api.telemetry import Metrics
+from services.shared.datasets.card import Head
+from services.shared.jobs.database import create_engine
+from services.shared.jobs.errors import DoesNotFit
+from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
+from services.shared.jobs.store import Store
+
+NOWHERE = "postgresql+psycopg://nobody@127.0.0.1:1/nothing?connect_timeout=1"
+
+
+@dataclass(frozen=True)
+class FakeStudent:
+    name: str
+    version: str
+    heads: list[Head]
+    max_length: int = 8
+
+
+@dataclass
+class FakePredictor:
+    """Scores by the order of labels; a token is a word; raises `failure` if it has one."""
+
+    students: dict[str, FakeStudent] = field(default_factory=dict)
+    failure: PredictionError | None = None
+    seen: list[list[str]] = field(default_factory=list)
+
+    def active(self, alias: str = "default") -> FakeStudent | None:
+        return self.students.get(alias)
+
+    def aliases(self) -> Sequence[str]:
+        return list(self.students)
+
+    async def predict(
+        self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
+    ) -> list[Prediction]:
+        if self.failure is not None:
+            raise self.failure
+        student = self.students.get(alias)
+        if student is None:
+            raise NoStudent(alias)
+        self.seen.append(list(texts))
+        return [self._one(student, index, text, truncate) for index, text in enumerate(texts)]
+
+    @staticmethod
+    def _one(student: FakeStudent, index: int, text: str, truncate: bool) -> Prediction:
+        tokens = len(text.split())
+        if tokens > student.max_length and not truncate:
+            raise TextTooLong(index, tokens, student.max_length)
+        scores = {}
+        for head in student.heads:
+            # The last label wins: the order of scores is not the order of classes.
+            chances = [2.0**place for place in range(len(head.labels))]
+            rows = [
+                Score(label, chance / sum(chances), chance - 1)
+                for label, chance in zip(head.labels, chances, strict=True)
+            ]
+            scores[head.name] = rows[::-1]
+        return Prediction(
+            scores=scores,
+            tokens=min(tokens, student.max_length),
+            truncated=tokens > student.max_length,
+            model=student.name,
+            version=student.version,
+            timing=Timing(0.001, 0.002, 0.003),
+        )
+
+
+@dataclass(frozen=True)
+class FakeAdmission:
+    plan: dict[str, Any] | None
+    recipe: Recipe | None
+
+
+@dataclass
+class FakeAdmit:
+    """Admits everything with a plan of one number, or refuses everything."""
+
+    refuses: bool = False
+    seen: list[TeacherSpec | DistillSpec] = field(default_factory=list)
+
+    def __call__(self, spec: TeacherSpec | DistillSpec) -> FakeAdmission:
+        self.seen.append(spec)
+        plan = {"verdict": "fits", "peak_bytes": 7, "phases": {"forward": 7}}
+        if self.refuses:
+            raise DoesNotFit("7 bytes are too many.", {**plan, "verdict": "does_not_fit"})
+        return FakeAdmission(plan, Recipe() if spec.recipe == "auto" else None)
+
+
+@dataclass(kw_only=True)
+class Platform:
+    """The parts of one test's application; change them, then ask for `client()`."""
+
+    settings: ApiSettings
+    store: Store
+    predictor: FakePredictor = field(default_factory=FakePredictor)
+    admit: FakeAdmit = field(default_factory=FakeAdmit)
+    sent: list[tuple[str, str]] = field(default_factory=list)
+    send: Callable[[str, str], None] | None = None
+    keys: Keys = field(default_factory=lambda: Keys({}))
+    probes: dict[str, Callable[[], None]] = field(default_factory=dict)
+
+    def parts(self) -> Parts:
+        return Parts(
+            settings=self.settings,
+            store=self.store,
+            send=self.send or (lambda job_id, kind: self.sent.append((job_id, kind))),
+            predictor=self.predictor,
+            admit=self.admit,
+            keys=self.keys,
+            metrics=Metrics(),
+            probes=self.probes,
+        )
+
+    def client(self) -> TestClient:
+        return TestClient(create_app(self.parts()))
+
+
+def _settings(database_url: str, tmp_path: Path, **more: Any) -> ApiSettings:
+    roots = tmp_path / "roots"
+    roots.mkdir()
+    data_dir = tmp_path / "data"
+    data_dir.mkdir(exist_ok=True)
+    return ApiSettings(
+        database_url=database_url,
+        broker_url="redis://127.0.0.1:1/0",
+        data_dir=data_dir,
+        model_roots=[roots],
+        event_poll_seconds=0.01,
+        **more,
+    )
+
+
+@pytest.fixture
+def offline(tmp_path: Path) -> Iterator[Platform]:
+    """A platform whose database is away."""
+    settings = _settings(NOWHERE, tmp_path)
+    engine = create_engine(NOWHERE)
+    yield Platform(settings=settings, store=Store(engine, settings))
+    engine.dispose()
+
+
+@pytest.fixture
+def platform(database_url: str, tmp_path: Path) -> Iterator[Platform]:
+    """A platform with a migrated database of its own."""
+    settings = _settings(database_url, tmp_path)
+    engine = create_engine(database_url)
+    yield Platform(settings=settings, store=Store(engine, settings))
+    engine.dispose()
+
+
+SENTIMENT = Head(name="sentiment", labels=["negative", "positive"])
+DOMAIN = Head(name="domain", labels=["book", "computer", "hotel", "other"])
+
+
+@pytest.fixture
+def one_head() -> FakeStudent:
+    return FakeStudent("reviews", "mdl_1_1", [SENTIMENT])
+
+
+@pytest.fixture
+def two_heads() -> FakeStudent:
+    return FakeStudent("reviews", "mdl_2_1", [SENTIMENT, DOMAIN])

@@ -1,0 +1,85 @@
+"""Probes, metrics, headers, and the weight of the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from services.shared.jobs.errors import Unavailable
+
+HEAVY = ["torch", "transformers", "accelerate"]
+
+
+def away() -> None:
+    raise Unavailable("away")
+
+
+def test_the_process_lives_whatever_its_parts_do(offline: Any) -> None:
+    offline.probes = {"database": away}
+    assert offline.client().get("/livez").json() == {"status": "ok"}
+
+
+def test_ready_names_each_part(offline: Any) -> None:
+    offline.probes = {"database": lambda: None, "broker": lambda: None}
+    body = offline.client().get("/readyz").json()
+    assert {name: part["ok"] for name, part in body["parts"].items()} == {
+        "database": True,
+        "broker": True,
+    }
+
+
+def test_not_ready_is_a_problem_that_names_the_silent_part(offline: Any) -> None:
+    offline.probes = {"database": lambda: None, "broker": away}
+    response = offline.client().get("/readyz")
+    assert response.status_code == 503
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["retry-after"]
+    assert "broker" in response.json()["detail"]
+    assert response.json()["parts"]["database"]["ok"] is True
+
+
+def test_health_tells_what_serves_though_a_part_is_away(offline: Any, two_heads: Any) -> None:
+    offline.probes = {"broker": away}
+    offline.predictor.students["default"] = two_heads
+    response = offline.client().get("/health")
+    assert response.status_code == 200
+    body = response.json()
+    assert body["status"] == "degraded"
+    assert body["models"]["default"]["heads"] == ["sentiment", "domain"]
+
+
+def test_metrics_have_one_prefix_and_know_routes_not_paths(offline: Any, one_head: Any) -> None:
+    offline.predictor.students["default"] = one_head
+    client = offline.client()
+    client.get("/jobs/job_1")
+    client.get("/never/heard/of")
+    client.request("BREW", "/jobs")
+    text = client.get("/metrics").text
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert {name for name in names if not name.startswith("stillhouse_")} == set()
+    assert 'method="GET",route="/jobs/{job_id}",status="503"' in text
+    assert 'route="unmatched",status="404"' in text
+    assert 'method="other"' in text
+    assert 'stillhouse_model_info{alias="default",model="reviews",version="mdl_1_1"} 1.0' in text
+    assert "job_1" not in text
+
+
+def test_every_answer_carries_the_same_headers(offline: Any) -> None:
+    client = offline.client()
+    for path in ("/livez", "/nothing", "/jobs/job_1"):
+        headers = client.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+        assert len(headers["x-request-id"]) == 16
+
+
+@pytest.mark.parametrize("module", ["services.api.app", "services.api.main"])
+def test_the_application_is_imported_without_torch(module: str) -> None:
+    code = f"import sys, {module}; print([n for n in {HEAVY} if n in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

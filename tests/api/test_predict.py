@@ -1,0 +1,207 @@
+"""The shapes of /predict and /v1/classify, for one head and for several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.api.serving.errors import EngineFailed, Overloaded, RequestTooLarge, UnusableText
+
+NEGATIVE_POSITIVE = [
+    {"label": "positive", "score": pytest.approx(2 / 3)},
+    {"label": "negative", "score": pytest.approx(1 / 3)},
+]
+DOMAINS = ["other", "hotel", "computer", "book"]
+
+
+@pytest.fixture
+def client(offline: Any, one_head: Any, two_heads: Any) -> Any:
+    offline.predictor.students.update({"default": one_head, "challenger": two_heads})
+    return offline.client()
+
+
+def ask(client: Any, *, several: bool = False, **body: Any) -> Any:
+    alias = "?alias=challenger" if several else ""
+    return client.post(f"/predict{alias}", json=body)
+
+
+def test_one_text_and_one_head_give_labels_by_score(client: Any) -> None:
+    assert ask(client, inputs="好").json() == NEGATIVE_POSITIVE
+
+
+def test_a_list_gives_a_list_even_of_one(client: Any) -> None:
+    assert ask(client, inputs=["好"]).json() == [NEGATIVE_POSITIVE]
+
+
+def test_a_flat_list_is_a_batch_and_not_a_pair(client: Any) -> None:
+    assert ask(client, inputs=["好", "坏"]).json() == [NEGATIVE_POSITIVE] * 2
+
+
+def test_teis_nested_batch_is_understood(client: Any, offline: Any) -> None:
+    assert ask(client, inputs=[["好"], ["坏"]]).json() == [NEGATIVE_POSITIVE] * 2
+    assert offline.predictor.seen == [["好", "坏"]]
+
+
+def test_several_heads_give_a_map_by_head(client: Any) -> None:
+    answer = ask(client, several=True, inputs="好").json()
+    assert answer["sentiment"] == NEGATIVE_POSITIVE
+    assert [row["label"] for row in answer["domain"]] == DOMAINS
+    assert ask(client, several=True, inputs=["好"]).json() == [answer]
+
+
+def test_one_chosen_head_of_several_gives_the_plain_shape(client: Any) -> None:
+    answer = ask(client, several=True, inputs="好", heads=["sentiment"]).json()
+    assert answer == NEGATIVE_POSITIVE
+
+
+def test_an_unknown_head_is_named(client: Any) -> None:
+    response = ask(client, inputs="好", heads=["sentiment", "mood"])
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "heads.1"
+
+
+def test_raw_scores_are_logits(client: Any) -> None:
+    answer = ask(client, inputs="好", raw_scores=True).json()
+    assert [row["score"] for row in answer] == [1.0, 0.0]
+
+
+def test_top_k_keeps_the_best(client: Any) -> None:
+    answer = ask(client, several=True, inputs="好", top_k=1).json()
+    assert {head: [row["label"] for row in rows] for head, rows in answer.items()} == {
+        "sentiment": ["positive"],
+        "domain": ["other"],
+    }
+
+
+def test_detail_tells_model_tokens_and_usage(client: Any) -> None:
+    answer = ask(client, several=True, inputs=["a b", "c"], detail=True).json()
+    assert (answer["model"], answer["version"]) == ("reviews", "mdl_2_1")
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    first = answer["data"][0]
+    assert (first["index"], first["tokens"], first["truncated"]) == (0, 2, False)
+    assert first["heads"]["domain"]["label"] == "other"
+    assert len(first["heads"]["domain"]["scores"]) == 4
+
+
+def test_a_long_text_is_refused_by_its_place(client: Any) -> None:
+    response = ask(client, inputs=["short", "w " * 9])
+    assert response.status_code == 422
+    body = response.json()
+    assert body["type"].endswith(":text-too-long")
+    assert body["errors"][0]["field"] == "inputs.1"
+
+
+def test_a_long_text_is_cut_where_the_request_says_so(client: Any) -> None:
+    answer = ask(client, inputs="w " * 9, truncate=True, detail=True).json()
+    assert answer["data"][0]["truncated"] is True
+
+
+def test_headers_name_the_version_and_the_stages(client: Any) -> None:
+    response = ask(client, inputs="好")
+    assert response.headers["x-model-version"] == "mdl_1_1"
+    assert (
+        response.headers["server-timing"] == "tokenise;dur=1.00, queue;dur=2.00, compute;dur=3.00"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"inputs": []},
+        {"inputs": 1},
+        {"inputs": [["a", "b"]]},
+        {"inputs": [[]]},
+        {"inputs": {"text": "a"}},
+        {"inputs": "a", "truncation_direction": "Left"},
+        {"inputs": "a", "top_k": 0},
+        {"inputs": "a", "unknown": True},
+        {"inputs": "a", "heads": []},
+        {"inputs": "a", "truncate": "perhaps"},
+    ],
+)
+def test_what_is_not_understood_is_refused(client: Any, body: dict[str, Any]) -> None:
+    response = client.post("/predict", json=body)
+    assert response.status_code == 422
+    assert response.json()["errors"]
+
+
+def test_more_texts_than_one_request_may_have_are_too_large(client: Any, offline: Any) -> None:
+    most = offline.settings.predict_most_texts
+    assert ask(client, inputs=["a"] * most).status_code == 200
+    assert ask(client, inputs=["a"] * (most + 1)).status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/predict", "/v1/classify"])
+def test_before_any_promotion_the_problem_says_so(offline: Any, path: str) -> None:
+    response = offline.client().post(path, json={"inputs" if path == "/predict" else "input": "a"})
+    assert response.status_code == 503
+    assert response.json()["type"].endswith(":no-student")
+    assert "promote" in response.json()["detail"]
+    assert response.headers["retry-after"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "slug"),
+    [
+        (Overloaded(2.2), 429, "overloaded"),
+        (RequestTooLarge(10, 5), 413, "too-large"),
+        (UnusableText(0, "is empty"), 422, "unusable-text"),
+        (EngineFailed("secret"), 500, "engine-failed"),
+    ],
+)
+def test_each_failure_of_serving_has_its_problem(
+    client: Any, offline: Any, failure: Any, status: int, slug: str
+) -> None:
+    offline.predictor.failure = failure
+    response = ask(client, inputs="a")
+    assert response.status_code == status
+    assert response.json()["type"].endswith(f":{slug}")
+    assert "secret" not in response.text
+
+
+def test_overload_says_when_to_come_back(client: Any, offline: Any) -> None:
+    offline.predictor.failure = Overloaded(2.2)
+    assert ask(client, inputs="a").headers["retry-after"] == "3"
+
+
+def test_classify_answers_in_vllms_shape(client: Any) -> None:
+    answer = client.post("/v1/classify", json={"model": "reviews", "input": ["好", "a b"]}).json()
+    assert answer["object"] == "list"
+    assert answer["model"] == "reviews"
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert answer["data"][1] == {
+        "index": 1,
+        "label": "positive",
+        "probs": [pytest.approx(1 / 3), pytest.approx(2 / 3)],  # in the order of classes
+        "num_classes": 2,
+    }
+
+
+def test_classify_with_several_heads_keeps_the_plain_fields_for_the_first(client: Any) -> None:
+    answer = client.post("/v1/classify?alias=challenger", json={"input": "好"}).json()
+    text = answer["data"][0]
+    assert (text["label"], text["num_classes"]) == ("positive", 2)
+    assert list(text["heads"]) == ["sentiment", "domain"]
+    assert text["heads"]["domain"]["labels"] == sorted(DOMAINS)
+
+
+@pytest.mark.parametrize("name", ["reviews", "mdl_1_1", "default"])
+def test_classify_takes_the_models_name_version_or_alias(client: Any, name: str) -> None:
+    response = client.post("/v1/classify", json={"model": name, "input": "a"})
+    assert response.status_code == 200
+
+
+def test_classify_for_a_model_that_does_not_serve_is_not_found(client: Any) -> None:
+    response = client.post("/v1/classify", json={"model": "gpt", "input": "a"})
+    assert response.status_code == 404
+
+
+def test_classify_cuts_for_minus_one_only(client: Any) -> None:
+    long = "w " * 9
+    assert client.post("/v1/classify", json={"input": long}).status_code == 422
+    body = {"input": long, "truncate_prompt_tokens": -1}
+    assert client.post("/v1/classify", json=body).status_code == 200
+    body["truncate_prompt_tokens"] = 5
+    assert client.post("/v1/classify", json=body).status_code == 422
