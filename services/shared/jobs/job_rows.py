@@ -170,7 +170,8 @@ def retry(
         recipe_changes=recipe_changes,
         training_changes=training_changes,
     )
-    new, _ = create(session, spec, plan=plan, retry_of=job_id)
+    recipe = Recipe.model_validate(old.recipe | recipe_changes)
+    new, _ = create(session, spec, plan=plan, recipe=recipe, retry_of=job_id)
     return new
 
 

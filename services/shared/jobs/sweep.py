@@ -1,0 +1,37 @@
+"""Finds what was lost: workers that fell silent, messages that never arrived. Every worker runs it."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from celery import Celery
+
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.queue import QUEUES, depth, send
+from services.shared.jobs.store import Store
+from services.shared.jobs.views import Ticket
+
+# How long a message may take from the commit that queued the job to the queue.
+_GRACE = timedelta(seconds=30)
+
+
+def sweep(store: Store, app: Celery, *, now: datetime | None = None) -> list[Ticket]:
+    """End attempts whose lease ran out and send again what has no message; return what was sent.
+
+    Time is the database's unless `now` says otherwise. Safe to run by many at once. Raises
+    Unavailable when the database does not answer; a broker that is away is tried at the next sweep.
+    """
+    sent = [ticket for ticket in store.end_lost_attempts(now=now) if send(app, *ticket)]
+    sent_before = _GRACE if now is None else now - _GRACE
+    for kind in QUEUES:
+        # While messages wait in the queue there is no telling which is missing, and no hurry: what
+        # was lost is sent when the queue has run dry. So a long queue never grows by duplicates.
+        try:
+            if depth(app, kind) > 0:
+                continue
+        except Unavailable:
+            break
+        for ticket in store.overdue_jobs(kind, sent_before=sent_before):
+            if send(app, *ticket):
+                sent.append(ticket)
+    return sent

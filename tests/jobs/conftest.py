@@ -1,0 +1,128 @@
+"""A store on a fresh database, and short ways to bring a job into any state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.jobs.ids import new_id
+from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.rundir import Report
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import DistillSpec, TeacherSpec
+from services.shared.jobs.state import JobState, Reason
+from services.shared.jobs.store import Store, open_store
+from services.shared.jobs.views import Claim, JobView
+
+SENTIMENT = Head(name="sentiment", labels=["negative", "positive"])
+BACKBONE = {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True, "vocab_size": 300}}
+
+
+class House:
+    """A store, and what tests put into it."""
+
+    def __init__(self, settings: JobSettings) -> None:
+        self.settings = settings
+        self.store: Store = open_store(settings)
+        self.dataset_id = self.add_dataset()
+
+    def add_dataset(self, heads: tuple[Head, ...] = (SENTIMENT,)) -> str:
+        """Register a dataset and make its directory."""
+        card = DatasetCard(
+            id=new_id("ds"),
+            name="reviews",
+            heads=list(heads),
+            rows={Split.TRAIN: 8, Split.VALIDATION: 1, Split.TEST: 1},
+            label_counts={head.name: dict.fromkeys(head.labels, 5) for head in heads},
+            missing_labels={head.name: 0 for head in heads},
+            sha256="0" * 64,
+        )
+        self.settings.dataset_dir(card.id).mkdir(parents=True)
+        return self.store.add_dataset(card).id
+
+    def teacher_spec(self, **fields: Any) -> TeacherSpec:
+        """A teacher job on the dataset."""
+        whole = {"kind": "teacher", "dataset_id": self.dataset_id, "model": BACKBONE}
+        return TeacherSpec.model_validate(whole | fields)
+
+    def distill_spec(self, teacher: dict[str, str], **fields: Any) -> DistillSpec:
+        """A distillation of `teacher` ({"job_id": ...} or {"model_id": ...}) on the dataset."""
+        whole = {
+            "kind": "distill",
+            "dataset_id": self.dataset_id,
+            "teacher": teacher,
+            "student": BACKBONE,
+        }
+        return DistillSpec.model_validate(whole | fields)
+
+    def queued(self, **fields: Any) -> JobView:
+        """A teacher job that waits for a worker."""
+        return self.store.create_job(self.teacher_spec(**fields))[0]
+
+    def claim(self, job_id: str, *, worker: str = "worker-1") -> Claim:
+        """Claim a queued job with a lease of a minute."""
+        claim = self.store.claim(job_id, worker=worker, lease_seconds=60)
+        assert claim is not None
+        return claim
+
+    def running(self, **fields: Any) -> Claim:
+        """A teacher job in the hands of a worker."""
+        return self.claim(self.queued(**fields).id)
+
+    def succeed(self, claim: Claim, evaluation: dict[str, Any] | None = None) -> str:
+        """Finish a job well; return the id of its model, whose artifact lies in its place."""
+        artifact = self.settings.model_dir(claim.model_id)
+        artifact.mkdir(parents=True)
+        (artifact / "manifest.json").write_text("{}")
+        report = Report(
+            outcome="succeeded",
+            heads=[SENTIMENT.model_dump(mode="json")],
+            parameters=10,
+            size_bytes=40,
+            evaluation=evaluation or {"heads": {"sentiment": {"macro_f1": 0.9}}},
+        )
+        finished = self.store.finish(claim, Outcome(end=End.SUCCEEDED, report=report))
+        assert finished.applied
+        return claim.model_id
+
+    def in_state(self, state: JobState) -> str:
+        """Return a job brought into `state` the way jobs come there."""
+        if state is JobState.WAITING:
+            parent = self.queued()
+            child, _ = self.store.create_job(self.distill_spec({"job_id": parent.id}))
+            return child.id
+        if state is JobState.QUEUED:
+            return self.queued().id
+        claim = self.running()
+        if state in (JobState.CANCELLING, JobState.CANCELLED):
+            self.store.request_cancel(claim.job_id)
+        if state is JobState.CANCELLED:
+            self.store.finish(claim, Outcome(end=End.CANCELLED, reason=Reason.CANCELLED))
+        if state is JobState.FAILED:
+            self.store.finish(claim, failed())
+        if state is JobState.SUCCEEDED:
+            self.succeed(claim)
+        return claim.job_id
+
+
+def failed(reason: Reason = Reason.CRASHED) -> Outcome:
+    """The end of an attempt whose rank 0 crashed."""
+    return Outcome(end=End.FAILED, reason=reason, message="Rank 0 crashed.", exit_code=1)
+
+
+@pytest.fixture
+def settings(database_url: str, data_dir: Path) -> JobSettings:
+    return JobSettings(
+        database_url=database_url, broker_url="redis://127.0.0.1:1/0", data_dir=data_dir
+    )
+
+
+@pytest.fixture
+def house(settings: JobSettings) -> Iterator[House]:
+    house = House(settings)
+    yield house
+    house.store.engine.dispose()
