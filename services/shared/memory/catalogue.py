@@ -23,6 +23,8 @@ class Backend(str, Enum):
     HOST = "host"
     UNKNOWN = "unknown"
 
+    __str__ = str.__str__
+
 
 class MessageKind(str, Enum):
     """Which part of the machine spoke."""
@@ -38,6 +40,8 @@ class MessageKind(str, Enum):
     PINNED_HOST = "pinned_host"  # locked host memory, though the text says CUDA
     KILLED = "killed"  # SIGKILL, cgroup, Slurm, Ray
     PROSE = "prose"  # a person's sentence with the numbers
+
+    __str__ = str.__str__
 
 
 SIZE = r"[0-9]{1,15}(?:\.[0-9]{1,6})?\s?(?:bytes|[KMGT]iB|[KMGT]B)"

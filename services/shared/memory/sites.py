@@ -22,6 +22,8 @@ class Site(str, Enum):
     GENERATING = "generating"
     COLLECTIVE = "collective"
 
+    __str__ = str.__str__
+
 
 class Note(str, Enum):
     """A warning, printed before or after a failure, that says something about memory."""
@@ -34,6 +36,8 @@ class Note(str, Enum):
     CACHE_FLUSHES = "the allocator had to flush its cache under pressure"
     CLONE_FAILED = "cloning a tensor of the state dict failed"
     COLLECTIVE_TIMEOUT = "a collective timed out, as it does when another rank has died"
+
+    __str__ = str.__str__
 
 
 _SITES: tuple[tuple[Site, str], ...] = (
@@ -112,8 +116,10 @@ NOTE_WORDS = (
     "Failed to clone()",
     "ollective",
     "communicator was aborted",
+    "roundup_power2_divisions",
 )
 _CLONED_TENSOR = re.compile(r"Failed to clone\(\) tensor with name ([\w.]{1,200})")
+_DIVISIONS = re.compile(r"roundup_power2_divisions:([0-9]{1,3})")
 _PROGRESS = re.compile(r"\b([0-9]{1,9})/([0-9]{1,9}) \[[0-9:?]{2,12}<")
 
 
@@ -138,6 +144,12 @@ def cloned_tensor_in(text: str) -> str | None:
     """Return the tensor whose clone failed while a state dict was gathered, if one is named."""
     found = _CLONED_TENSOR.search(text)
     return found[1] if found else None
+
+
+def power2_divisions_in(text: str) -> int | None:
+    """Return the allocator's roundup_power2_divisions where the log shows that it was set."""
+    found = _DIVISIONS.search(text)
+    return int(found[1]) if found else None
 
 
 def finished_steps_in(text: str) -> int | None:

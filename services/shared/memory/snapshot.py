@@ -20,6 +20,7 @@ from services.shared.memory.sites import (
     cloned_tensor_in,
     finished_steps_in,
     notes_in,
+    power2_divisions_in,
     sites_in,
 )
 
@@ -84,6 +85,7 @@ class LogReading:
     notes: frozenset[Note] = frozenset()
     finished_steps: int | None = None
     cloned_tensor: str | None = None
+    power2_divisions: int | None = None
 
     @property
     def primary(self) -> Message | None:
@@ -136,12 +138,15 @@ class _Reader:
     notes: set[Note] = field(default_factory=set)
     finished_steps: int | None = None
     cloned_tensor: str | None = None
+    power2_divisions: int | None = None
 
     def search(self, text: str, start: int, end: int) -> None:
         """Look for messages whose trigger word begins in `text[start:end]`."""
         if any(text.find(word, start, end + _AFTER) >= 0 for word in NOTE_WORDS):
-            self.notes |= notes_in(text[start : end + _AFTER])
-            self.cloned_tensor = self.cloned_tensor or cloned_tensor_in(text[start:])
+            new = text[start : end + _AFTER]
+            self.notes |= notes_in(new)
+            self.cloned_tensor = self.cloned_tensor or cloned_tensor_in(new)
+            self.power2_divisions = self.power2_divisions or power2_divisions_in(new)
         taken = -_SAME_MESSAGE
         for hit, word in self._hits(text, start, end):
             if hit - taken < _SAME_MESSAGE:
@@ -184,6 +189,7 @@ class _Reader:
             notes=frozenset(self.notes),
             finished_steps=self.finished_steps,
             cloned_tensor=self.cloned_tensor,
+            power2_divisions=self.power2_divisions,
         )
         primary = reading.primary
         sites = next((s for m, s in self.traces if m is primary and s), sites_in(tail))
