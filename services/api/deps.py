@@ -17,6 +17,7 @@ from services.shared.datasets.card import Head
 from services.shared.jobs.errors import NotFound
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.store import Store
+from services.shared.jobs.views import Kind
 
 
 class Student(Protocol):
@@ -63,8 +64,8 @@ class Admit(Protocol):
         ...
 
 
-Send = Callable[[str, str], None]  # job id, kind; raises Unavailable
-Probe = Callable[[], None]  # raises Unavailable or OSError where its part is away
+Send = Callable[[str, Kind], bool]  # job id, kind; False where the broker is away
+Probe = Callable[[], object]  # raises Unavailable or OSError where its part is away
 
 
 @dataclass(frozen=True, kw_only=True)

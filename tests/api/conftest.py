@@ -112,8 +112,8 @@ class Platform:
     store: Store
     predictor: FakePredictor = field(default_factory=FakePredictor)
     admit: FakeAdmit = field(default_factory=FakeAdmit)
+    broker_is_away: bool = False
     sent: list[tuple[str, str]] = field(default_factory=list)
-    send: Callable[[str, str], None] | None = None
     keys: Keys = field(default_factory=lambda: Keys({}))
     probes: dict[str, Callable[[], None]] = field(default_factory=dict)
 
@@ -121,13 +121,18 @@ class Platform:
         return Parts(
             settings=self.settings,
             store=self.store,
-            send=self.send or (lambda job_id, kind: self.sent.append((job_id, kind))),
+            send=self._send,
             predictor=self.predictor,
             admit=self.admit,
             keys=self.keys,
             metrics=Metrics(),
             probes=self.probes,
         )
+
+    def _send(self, job_id: str, kind: str) -> bool:
+        if not self.broker_is_away:
+            self.sent.append((job_id, kind))
+        return not self.broker_is_away
 
     def client(self) -> TestClient:
         return TestClient(create_app(self.parts()))

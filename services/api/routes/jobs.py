@@ -13,7 +13,6 @@ from services.api.body import screen_json
 from services.api.deps import Cursor, JobId, Limit, Parts, PartsDep
 from services.api.keys import Scope, requires
 from services.api.openapi import problems
-from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.job_rows import changed_spec
 from services.shared.jobs.spec import JobSpec, Recipe, Training
 from services.shared.jobs.state import JobState
@@ -151,14 +150,7 @@ def _accepted(job: JobView, *, parts: Parts, response: Response, created: bool) 
     response.headers["Location"] = f"/jobs/{job.id}"
     if not created:
         response.headers["Idempotent-Replayed"] = "true"
-    elif job.state is JobState.QUEUED:
-        _send(job, parts)
-    return job
-
-
-def _send(job: JobView, parts: Parts) -> None:
-    try:
-        parts.send(job.id, job.kind)
-    except Unavailable:
+    elif job.state is JobState.QUEUED and not parts.send(job.id, job.kind):
         # The row is committed, so the job is accepted: the sweep sends it when the broker is back.
         log.warning("job_not_sent", job_id=job.id)
+    return job

@@ -67,14 +67,18 @@ class Predictor:
         """Return the student that serves `alias` now."""
         return self.slot.active(alias)
 
+    def aliases(self) -> Sequence[str]:
+        """Return the aliases that are served now."""
+        return self.slot.aliases()
+
     async def predict(
         self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
     ) -> list[Prediction]:
         """Return one prediction a text; see `Batcher.predict` for what it raises."""
         return await self.batcher.predict(texts, truncate=truncate, alias=alias)
 
-    def _load(self, promoted: Promoted, current: ActiveStudent | None) -> ActiveStudent:
+    def _load(self, promoted: Promoted) -> ActiveStudent:
         check_memory(promoted.directory, reserve_bytes=self.settings.memory_reserve_bytes)
         loading = importlib.import_module(ENGINES)
-        student: ActiveStudent = loading.load_student(promoted, self.settings, current=current)
+        student: ActiveStudent = loading.load_student(promoted, self.settings)
         return student

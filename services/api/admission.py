@@ -1,0 +1,60 @@
+"""Looks at a job before it is stored: do its directories exist, are they ours, does it fit?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.api.settings import ApiSettings
+from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.places import resolve_model
+from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What is stored with a job that may run."""
+
+    plan: dict[str, Any] | None
+    recipe: Recipe | None  # the one chosen where the spec says `auto`
+
+
+class Admitter:
+    """Checks what a spec names on this server's disk."""
+
+    def __init__(self, settings: ApiSettings) -> None:
+        self._settings = settings
+
+    def __call__(self, spec: TeacherSpec | DistillSpec) -> Admitted:
+        """Return what is to be stored with the job. Raises InvalidInput naming the field."""
+        for field, path in _paths(spec).items():
+            model_directory(path, settings=self._settings, field=field)
+        return Admitted(plan=None, recipe=None)
+
+
+def _paths(spec: TeacherSpec | DistillSpec) -> dict[str, str]:
+    if isinstance(spec, TeacherSpec):
+        named = {"model.path": spec.model.path}
+    else:
+        named = {"teacher.path": spec.teacher.path, "student.path": spec.student.path}
+    return {field: path for field, path in named.items() if path is not None}
+
+
+def model_directory(path: str, *, settings: ApiSettings, field: str) -> Path:
+    """Return the directory that a spec names, below a model root and with weights we read.
+
+    Raises InvalidInput naming the field.
+    """
+    try:
+        directory = resolve_model(path, roots=settings.model_roots, field=field)
+    except (OSError, RuntimeError) as error:  # a name too long, links in a circle
+        raise InvalidInput(f"{field}: this is no path of a directory", field=field) from error
+    if not (directory / "config.json").is_file():
+        raise InvalidInput(f"{field}: {path!r} has no config.json", field=field)
+    if not any(directory.glob("*.safetensors")):
+        raise InvalidInput(
+            f"{field}: {path!r} has no *.safetensors; nothing else is read, and never a pickle",
+            field=field,
+        )
+    return directory

@@ -1,0 +1,105 @@
+"""Joins the application with its parts and serves it: `python -m services.api.main`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from services.api.admission import Admitter
+from services.api.app import create_app
+from services.api.deps import Parts
+from services.api.keys import keys_for
+from services.api.promotions import PromotionFeed
+from services.api.serving.predictor import Predictor
+from services.api.settings import ApiSettings
+from services.api.telemetry import Metrics
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.queue import depth, make_celery, send
+from services.shared.jobs.store import open_store
+
+log = structlog.get_logger(__name__)
+
+GRACE_SECONDS = 10  # for requests under way when the server is asked to stop
+
+
+def main() -> None:
+    """Serve until SIGINT or SIGTERM; exit 1 with one sentence where that cannot be begun."""
+    try:
+        settings = ApiSettings()
+        app = create(settings)
+    except ValidationError as error:
+        sys.exit("\n".join(f"STILLHOUSE_{_field(e)}: {e['msg']}" for e in error.errors()))
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    uvicorn.run(
+        app,
+        host=settings.host,
+        port=settings.port,
+        access_log=False,  # counted in /metrics; what fails is logged with its request id
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+
+
+def create(settings: ApiSettings | None = None) -> FastAPI:
+    """Return the application with its real parts (`uvicorn --factory services.api.main:create`).
+
+    Raises ValueError for settings that would let strangers in, OSError for a data directory that
+    cannot be made.
+    """
+    settings = settings or ApiSettings()
+    keys = keys_for(settings)
+    for directory in (settings.datasets_dir, settings.runs_dir, settings.models_dir):
+        directory.mkdir(parents=True, exist_ok=True)
+    metrics = Metrics()
+    store = open_store(settings)
+    celery = make_celery(settings)
+    predictor = Predictor(promotions=PromotionFeed(store), registry=metrics.registry)
+    parts = Parts(
+        settings=settings,
+        store=store,
+        send=lambda job_id, kind: send(celery, job_id, kind),
+        predictor=predictor,
+        admit=Admitter(settings),
+        keys=keys,
+        metrics=metrics,
+        probes={
+            "database": store.ping,
+            "broker": lambda: depth(celery, "teacher"),
+            "data_dir": lambda: _writable(settings),
+        },
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001
+        if keys.is_open:
+            log.warning("api_keys_off", why="no keys file, and only this machine can connect")
+        predictor.start()
+        try:
+            yield
+        finally:
+            await predictor.stop()
+            store.engine.dispose()
+
+    return create_app(parts, lifespan=lifespan)
+
+
+def _field(error: ErrorDetails) -> str:
+    return ".".join(str(part) for part in error["loc"]).upper()
+
+
+def _writable(settings: ApiSettings) -> None:
+    if not os.access(settings.data_dir, os.W_OK | os.X_OK):
+        raise Unavailable(f"{settings.data_dir} cannot be written")
+
+
+if __name__ == "__main__":
+    main()
