@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,23 @@ def house(settings: JobSettings) -> Iterator[House]:
     house = House(settings)
     yield house
     house.store.engine.dispose()
+
+
+class AtOnce:
+    """Calls from many threads that start together."""
+
+    def __call__(self, count: int, call: Callable[[int], Any]) -> list[Any]:
+        """Return what each call returned, in any order; the first failure is raised."""
+        barrier = threading.Barrier(count)
+
+        def run(number: int) -> Any:
+            barrier.wait()
+            return call(number)
+
+        with ThreadPoolExecutor(count) as pool:
+            return [future.result() for future in [pool.submit(run, n) for n in range(count)]]
+
+
+@pytest.fixture
+def at_once() -> AtOnce:
+    return AtOnce()
