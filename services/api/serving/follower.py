@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 # A transient refusal (memory) is tried again after so long.
 RETRY_SECONDS = 30.0
 
-Load = Callable[[Promoted, ActiveStudent | None], ActiveStudent]
+Load = Callable[[Promoted], ActiveStudent]
 Report = Callable[[Promoted, str], None]
 
 
@@ -89,7 +89,7 @@ class Follower:
                 return False
             if self._clock() < self._refused.get(wanted.promotion_id, 0.0):
                 continue
-            student = self._student(alias, wanted)
+            student = self._student(wanted)
             if student is None:
                 continue
             if self._stop.is_set():
@@ -103,15 +103,15 @@ class Follower:
             return True
         return False
 
-    def _student(self, alias: str, wanted: Promoted) -> ActiveStudent | None:
+    def _student(self, wanted: Promoted) -> ActiveStudent | None:
         """Return the promoted student, shared with an alias that serves it, or loaded; None if refused."""
         for other, serving in self._serving.items():
             active = self._slot.active(other)
             if serving.model_id == wanted.model_id and active is not None:
                 return active
-        log.info("loading student: alias=%s model=%s", alias, wanted.model_id)
+        log.info("loading student: alias=%s model=%s", wanted.alias, wanted.model_id)
         try:
-            return self._load(wanted, self._slot.active(alias))
+            return self._load(wanted)
         except StudentRefused as refusal:
             self._refuse(wanted, str(refusal), transient=refusal.transient)
         except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:

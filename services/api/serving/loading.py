@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.engine import Engine, warm_up
 from services.api.serving.golden import check_golden
+from services.api.serving.packed import pack_classifier, why_not
 from services.api.serving.prediction import Calibration
 from services.api.serving.promoted import Promoted
-from services.api.serving.settings import ServingDtype, ServingSettings
+from services.api.serving.settings import EngineChoice, ServingDtype, ServingSettings
 from services.api.serving.slot import ActiveStudent
 from services.api.serving.threads import use_threads
 from services.api.serving.transformers_engine import TransformersEngine
-from services.shared.model.artifact import load_classifier, read_artifact
+from services.shared.model.artifact import Artifact, load_classifier, read_artifact, verify_artifact
 from services.shared.model.tokens import load_tokenizer
 
-# Where neither heads.json nor manifest.json says how long the texts of training were.
+# Where heads.json does not say how long the texts of training were.
 DEFAULT_MAX_LENGTH = 512
 
 
-def load_student(
-    promoted: Promoted, settings: ServingSettings, *, current: ActiveStudent | None
-) -> ActiveStudent:
+def load_student(promoted: Promoted, settings: ServingSettings) -> ActiveStudent:
     """Load, check and warm the promoted student.
 
     Raises StudentRefused where it does not answer its golden texts, ValueError or OSError where the
@@ -35,11 +32,12 @@ def load_student(
     use_threads(settings.threads)
     directory = promoted.directory
     artifact = read_artifact(directory)
-    max_length = _max_length(directory)
+    verify_artifact(artifact)
+    max_length = artifact.max_length or DEFAULT_MAX_LENGTH
     encoder = TokenizerEncoder(
         load_tokenizer(directory).backend_tokenizer.to_str(), max_length=max_length
     )
-    engine = build_engine(directory, settings)
+    engine = build_engine(artifact, settings)
     try:
         check_golden(directory, heads=artifact.heads, encoder=encoder, engine=engine)
         warm_up(engine, batch_tokens=settings.batch_tokens, max_length=max_length)
@@ -54,18 +52,31 @@ def load_student(
         max_length=max_length,
         encoder=encoder,
         engine=engine,
-        calibration=_calibration(directory),
+        calibration=Calibration(
+            {name: fitted.temperature for name, fitted in artifact.calibration.items()}
+        ),
     )
 
 
-def build_engine(directory: Path, settings: ServingSettings) -> Engine:
-    """Return the engine that the settings, the artifact and the machine call for."""
+def build_engine(artifact: Artifact, settings: ServingSettings) -> Engine:
+    """Return the engine that the settings, the artifact and the machine call for.
+
+    Raises ValueError where the settings name an engine that cannot run this backbone.
+    """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    classifier = load_classifier(directory, device=str(device), dtype=dtype)
-    return TransformersEngine(
-        classifier, batch_tokens=settings.batch_tokens, threads=settings.threads
-    )
+    classifier = load_classifier(artifact.directory, device=device, dtype=dtype)
+    max_length = artifact.max_length or DEFAULT_MAX_LENGTH
+    obstacle = why_not(classifier.config, max_length=max_length)
+    if settings.engine is EngineChoice.TRANSFORMERS or (
+        obstacle and settings.engine is EngineChoice.AUTO
+    ):
+        return TransformersEngine(
+            classifier, batch_tokens=settings.batch_tokens, threads=settings.threads
+        )
+    if obstacle:
+        raise ValueError(f"the engine {settings.engine} cannot run this backbone: {obstacle}")
+    return pack_classifier(classifier, max_length=max_length, threads=settings.threads)
 
 
 def choose_device(name: str) -> torch.device:
@@ -91,27 +102,3 @@ def processor_has_bf16() -> bool:
         return False
     flags = cpuinfo.read_text()
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def _max_length(directory: Path) -> int:
-    """Return how many tokens a text of training had at most."""
-    for name in ("heads.json", "manifest.json"):
-        length = _json(directory / name).get("max_length")
-        if isinstance(length, int) and length > 0:
-            return length
-    positions = _json(directory / "config.json").get("max_position_embeddings")
-    return min(DEFAULT_MAX_LENGTH, positions) if isinstance(positions, int) else DEFAULT_MAX_LENGTH
-
-
-def _calibration(directory: Path) -> Calibration:
-    heads = _json(directory / "heads.json").get("heads", [])
-    return Calibration(
-        temperature={h["name"]: float(h["temperature"]) for h in heads if h.get("temperature")},
-        thresholds={h["name"]: h["thresholds"] for h in heads if h.get("thresholds")},
-    )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_bytes()) if path.exists() else {}
-    assert isinstance(value, dict), f"{path} holds no JSON object"
-    return value

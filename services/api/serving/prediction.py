@@ -51,7 +51,6 @@ class Calibration:
     """What was fitted on held-out texts after training; nothing where it was not."""
 
     temperature: Mapping[str, float] = field(default_factory=dict)  # head -> divisor of the logits
-    thresholds: Mapping[str, Sequence[float]] = field(default_factory=dict)  # head -> one a label
 
 
 def read_scores(

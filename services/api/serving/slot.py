@@ -35,7 +35,6 @@ class ActiveStudent:
     encoder: Encoder
     engine: Engine
     calibration: Calibration = field(default_factory=Calibration)
-    backbone_sha256: str = ""
 
     _holders: int = field(default=0, init=False, repr=False)
     _retired: bool = field(default=False, init=False, repr=False)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig
 
 from services.api.serving.encoder import Encoded
 from services.api.serving.errors import TextTooLong
 from services.api.serving.prediction import FloatArray
 from services.api.serving.slot import ActiveStudent
 from services.shared.datasets.card import Head, HeadType
+from services.shared.model.artifact import (
+    golden_texts,
+    save_classifier,
+    seal_artifact,
+    write_golden,
+)
+from services.shared.model.classifier import build_classifier
+from services.shared.model.tokens import train_tokenizer
 
 HEADS = [
     Head(name="tone", labels=["bad", "good"]),
@@ -88,3 +101,57 @@ def new_engine() -> type[CountingEngine]:
 def new_student() -> Callable[..., ActiveStudent]:
     """Make students without a model."""
     return make_student
+
+
+# Small, but with every feature of the family: grouped heads, a head width that is not H / A.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "bert": {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    },
+}
+
+
+def write_artifact(directory: Path, family: str, *, seed: int = 0) -> Path:
+    """Write a sealed artifact with random weights that are wide enough to tell texts apart."""
+    words = ["the room was clean and the staff kind", "the battery died", "a good book about food"]
+    tokenizer = train_tokenizer(words * 3, vocab_size=400, directory=directory)
+    config = AutoConfig.for_model(
+        family, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **CONFIGS[family]
+    )
+    torch.manual_seed(seed)
+    classifier = build_classifier(config, HEADS).eval()
+    for parameter in classifier.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    save_classifier(classifier, directory)
+    write_golden(directory, golden_texts(classifier, tokenizer, words, max_length=24))
+    seal_artifact(
+        directory,
+        heads=HEADS,
+        pooling=classifier.pooling,
+        lineage={},
+        metrics={},
+        max_length=24,
+    )
+    return directory
+
+
+@pytest.fixture
+def new_artifact(tmp_path: Path) -> Callable[..., Path]:
+    """Write artifacts of a family of backbones."""
+    numbers = itertools.count()
+    return lambda family, **options: write_artifact(
+        tmp_path / f"artifact_{next(numbers)}", family, **options
+    )

@@ -30,7 +30,7 @@ class Registry:
     def promote(self, model: str, *, alias: str = "default") -> None:
         self.promotions.insert(0, promotion(len(self.promotions) + 1, model, alias=alias))
 
-    def load(self, promoted: Promoted, current: Any) -> Any:
+    def load(self, promoted: Promoted) -> Any:
         self.loaded.append(promoted.model_id)
         self.on_load()
         if promoted.model_id in self.broken:

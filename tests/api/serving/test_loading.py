@@ -1,0 +1,111 @@
+"""From an artifact on disk to a student that serves."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.api.serving.loading import load_student
+from services.api.serving.predictor import Predictor
+from services.api.serving.promoted import Promoted, StudentRefused
+from services.api.serving.settings import ServingDtype, ServingSettings
+from services.shared.model.artifact import BadArtifact, file_sha256, load_classifier
+from services.shared.model.tokens import encode, load_tokenizer
+
+TEXTS = ["the room was clean", "the battery died after two days", "a", "good book " * 9]
+SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDtype.FLOAT32)
+
+
+def promoted(directory: Path) -> Promoted:
+    return Promoted("prm_1", "default", "mdl_1", "reviews", "mdl_1", directory)
+
+
+def reseal(directory: Path) -> None:
+    """Let the manifest name the files as they are now."""
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"] = {name: file_sha256(directory / name) for name in manifest["files"]}
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "bert"])
+def test_a_loaded_student_answers_as_the_plain_forward_does(
+    family: str, new_artifact: Callable[..., Path]
+) -> None:
+    directory = new_artifact(family)
+    student = load_student(promoted(directory), SETTINGS)
+    encoded = student.encoder.encode(TEXTS, truncate=True)
+    tokens, cut = encode(TEXTS, load_tokenizer(directory), max_length=student.max_length)
+    assert [each.tokens for each in encoded] == tokens
+    assert [each.truncated for each in encoded] == cut
+    logits = student.engine.run(tokens)
+    classifier = load_classifier(directory)
+    for index, ids in enumerate(tokens):
+        with torch.inference_mode():
+            plain = classifier(torch.tensor([ids]))
+        for head, values in plain.items():
+            np.testing.assert_allclose(logits[head][index], values[0].numpy(), atol=1e-4)
+
+
+def test_decoders_run_packed_and_encoders_run_in_buckets(new_artifact: Any) -> None:
+    assert load_student(promoted(new_artifact("qwen3")), SETTINGS).engine.kind == "packed-float32"
+    bert = load_student(promoted(new_artifact("bert")), SETTINGS)
+    assert bert.engine.kind == "transformers-float32"
+
+
+def test_a_student_that_answers_its_golden_texts_otherwise_is_refused(new_artifact: Any) -> None:
+    directory = new_artifact("qwen3")
+    weights = load_file(directory / "classifier_heads.safetensors")
+    save_file({k: -30 * v for k, v in weights.items()}, directory / "classifier_heads.safetensors")
+    reseal(directory)
+    with pytest.raises(StudentRefused, match="golden"):
+        load_student(promoted(directory), SETTINGS)
+
+
+def test_an_artifact_that_was_altered_is_refused(new_artifact: Any) -> None:
+    directory = new_artifact("qwen3")
+    weights = load_file(directory / "classifier_heads.safetensors")
+    save_file({k: v + 1 for k, v in weights.items()}, directory / "classifier_heads.safetensors")
+    with pytest.raises(BadArtifact, match="classifier_heads"):
+        load_student(promoted(directory), SETTINGS)
+
+
+def test_a_predictor_serves_what_is_promoted(new_artifact: Any) -> None:
+    directory = new_artifact("qwen3")
+    predictor = Predictor(SETTINGS, promotions=lambda: [promoted(directory)])
+
+    async def test() -> None:
+        predictor.start()
+        for _ in range(3000):
+            if predictor.active() is not None:
+                break
+            await asyncio.sleep(0.01)
+        [answer] = await predictor.predict(["the room was clean"], truncate=False)
+        assert answer.model == "reviews"
+        assert set(answer.scores) == {"tone", "topics"}
+        assert sum(score.score for score in answer.scores["tone"]) == pytest.approx(1.0)
+        student = predictor.active()
+        assert student is not None
+        await predictor.stop()
+        assert await asyncio.to_thread(student.closed.wait, 20)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_predictor_without_student_leaves_torch_alone() -> None:
+    script = (
+        "import sys\n"
+        "from services.api.serving.predictor import Predictor\n"
+        "predictor = Predictor(promotions=list)\n"
+        "predictor.start()\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
