@@ -17,11 +17,16 @@ from services.api.serving.errors import NoStudent, PredictionError, TextTooLong
 from services.api.serving.prediction import Prediction, Score, Timing
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
-from services.shared.datasets.card import Head
+from services.shared.datasets.card import DatasetCard, Head, Split
 from services.shared.jobs.database import create_engine
 from services.shared.jobs.errors import DoesNotFit
+from services.shared.jobs.ids import new_id
+from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.rundir import Report
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
+from services.shared.jobs.state import Reason
 from services.shared.jobs.store import Store
+from services.shared.jobs.views import Claim
 
 NOWHERE = "postgresql+psycopg://nobody@127.0.0.1:1/nothing?connect_timeout=1"
 
@@ -183,3 +188,69 @@ def one_head() -> FakeStudent:
 @pytest.fixture
 def two_heads() -> FakeStudent:
     return FakeStudent("reviews", "mdl_2_1", [SENTIMENT, DOMAIN])
+
+
+class Desk:
+    """A client, a dataset, and the worker's side of a job."""
+
+    def __init__(self, platform: Any) -> None:
+        self.platform = platform
+        self.store = platform.store
+        self.client = platform.client()
+        card = DatasetCard(
+            id=new_id("ds"),
+            name="reviews",
+            heads=[SENTIMENT],
+            rows={Split.TRAIN: 8, Split.VALIDATION: 1, Split.TEST: 1},
+            label_counts={"sentiment": {"negative": 5, "positive": 5}},
+            missing_labels={"sentiment": 0},
+            sha256="0" * 64,
+        )
+        self.dataset_id = self.store.add_dataset(card).id
+
+    def spec(self, **fields: Any) -> dict[str, Any]:
+        model = {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True}}
+        return {"kind": "teacher", "dataset_id": self.dataset_id, "model": model, **fields}
+
+    def distill(self, **teacher: str) -> dict[str, Any]:
+        model = {"config": {"model_type": "qwen3"}, "tokenizer": "teacher"}
+        return {
+            "kind": "distill",
+            "dataset_id": self.dataset_id,
+            "teacher": teacher,
+            "student": model,
+        }
+
+    def submit(self, body: dict[str, Any] | None = None, **headers: str) -> Any:
+        return self.client.post("/jobs", json=body or self.spec(), headers=headers)
+
+    def running(self, body: dict[str, Any] | None = None) -> Claim:
+        claim = self.store.claim(self.submit(body).json()["id"], worker="w", lease_seconds=60)
+        assert claim is not None
+        return claim
+
+    def end(self, claim: Claim, outcome: Outcome) -> None:
+        assert self.store.finish(claim, outcome).applied
+
+    def fail(self, claim: Claim) -> None:
+        outcome = Outcome(end=End.FAILED, reason=Reason.DEVICE_OUT_OF_MEMORY, message="Too much.")
+        self.end(claim, outcome)
+
+    def succeed(self, claim: Claim, evaluation: dict[str, Any] | None = None) -> str:
+        artifact = self.platform.settings.model_dir(claim.model_id)
+        artifact.mkdir(parents=True)
+        (artifact / "manifest.json").write_text("{}")
+        report = Report(
+            outcome="succeeded",
+            heads=[SENTIMENT.model_dump(mode="json")],
+            parameters=10,
+            size_bytes=40,
+            evaluation=evaluation or {"heads": {"sentiment": {"macro_f1": 0.9}}},
+        )
+        self.end(claim, Outcome(end=End.SUCCEEDED, report=report))
+        return claim.model_id
+
+
+@pytest.fixture
+def desk(platform: Any) -> Desk:
+    return Desk(platform)

@@ -30,7 +30,7 @@ router = APIRouter(
 )
 
 EVENTS_AT_ONCE = 200
-MOST_EVENTS = 1000  # of the plain list
+MOST_EVENTS = 500  # of the plain list; Last-Event-ID brings the next
 LAST_SEQ = 2**63 - 1
 
 Attempt = Annotated[

@@ -1,0 +1,225 @@
+"""What the runs of a job tell: events, logs, memory, metrics."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from services.api.app import create_app
+from services.api.series import thinned
+from services.api.settings import ApiSettings
+from services.shared.jobs.rundir import MemoryRecord, ProgressRecord, RunDirectory, append_record
+from services.shared.jobs.state import Phase
+
+
+def events_of(text: str) -> list[dict[str, str]]:
+    """Parse an event stream that has ended; comments have no place in it."""
+    parsed = []
+    for block in text.replace("\r\n", "\n").strip().split("\n\n"):
+        lines = [line for line in block.split("\n") if line and not line.startswith(":")]
+        if lines:
+            parsed.append(dict(line.split(": ", 1) for line in lines))
+    return parsed
+
+
+def run_of(desk: Any, claim: Any) -> RunDirectory:
+    return RunDirectory(desk.platform.settings.run_dir(claim.job_id, claim.attempt))
+
+
+def test_the_stream_replays_every_move_and_ends_with_the_job(desk: Any) -> None:
+    claim = desk.running()
+    desk.store.heartbeat(claim, phase=Phase.TRAINING, lease_seconds=60)
+    desk.fail(claim)
+    response = desk.client.get(f"/jobs/{claim.job_id}/events")
+    assert response.headers["content-type"].startswith("text/event-stream")
+    told = [
+        (event["event"], json.loads(event["data"])["data"]) for event in events_of(response.text)
+    ]
+    assert [data.get("state") for kind, data in told if kind == "state"] == [
+        "queued",
+        "running",
+        "failed",
+    ]
+    assert ("phase", {"phase": "training"}) in told
+    assert told[-1][1]["reason"] == "device_out_of_memory"
+
+
+def test_the_stream_goes_on_after_the_last_event_seen(desk: Any) -> None:
+    claim = desk.running()
+    desk.fail(claim)
+    path = f"/jobs/{claim.job_id}/events"
+    everything = events_of(desk.client.get(path).text)
+    for place, event in enumerate(everything):
+        rest = events_of(desk.client.get(path, headers={"Last-Event-ID": event["id"]}).text)
+        assert rest == everything[place + 1 :]
+
+
+def test_a_stream_from_beyond_the_end_ends_too(desk: Any) -> None:
+    claim = desk.running()
+    desk.fail(claim)
+    headers = {"Last-Event-ID": str(2**62)}
+    assert desk.client.get(f"/jobs/{claim.job_id}/events", headers=headers).text == ""
+
+
+@pytest.mark.parametrize("last", ["-1", "x", str(2**63), ""])
+def test_an_impossible_last_event_is_refused(desk: Any, last: str) -> None:
+    claim = desk.running()
+    response = desk.client.get(f"/jobs/{claim.job_id}/events", headers={"Last-Event-ID": last})
+    assert response.status_code == 422
+
+
+def test_json_gives_the_events_so_far_as_a_list(desk: Any) -> None:
+    claim = desk.running()
+    response = desk.client.get(
+        f"/jobs/{claim.job_id}/events", headers={"Accept": "application/json"}
+    )
+    assert response.headers["content-type"] == "application/json"
+    assert [event["data"]["state"] for event in response.json()] == ["queued", "running"]
+
+
+@contextmanager
+def served(platform: Any, **settings: Any) -> Iterator[str]:
+    """The application behind a real server on a free port."""
+    platform.settings = ApiSettings(**{**platform.settings.model_dump(), **settings})
+    config = uvicorn.Config(
+        create_app(platform.parts()), port=0, log_level="critical", timeout_graceful_shutdown=5
+    )
+    server = uvicorn.Server(config)
+    socket = config.bind_socket()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        socket.close()
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def test_a_watcher_sees_what_happens_while_it_watches(desk: Any) -> None:
+    claim = desk.running()
+    seen: list[str] = []
+    with (
+        served(desk.platform, event_ping_seconds=0.05) as url,
+        httpx.stream("GET", f"{url}/jobs/{claim.job_id}/events", timeout=20) as response,
+    ):
+        for line in response.iter_lines():
+            seen.append(line)
+            if line == "event: progress":
+                desk.fail(claim)
+            elif line.startswith(":") and not any("step" in text for text in seen):
+                # A heartbeat has come, so the stream is idle and open: now something happens.
+                desk.store.heartbeat(claim, progress={"step": 5}, lease_seconds=60)
+    data = [json.loads(line.removeprefix("data: ")) for line in seen if line.startswith("data")]
+    assert [event["data"]["state"] for event in data if "data" in event] == [
+        "queued",
+        "running",
+        "failed",
+    ]
+    assert [event["progress"]["step"] for event in data if "progress" in event] == [5]
+
+
+def test_an_open_stream_does_not_keep_the_server_from_stopping(desk: Any) -> None:
+    claim = desk.running()
+    with served(desk.platform) as url, httpx.Client(timeout=20) as client:
+        request = client.build_request("GET", f"{url}/jobs/{claim.job_id}/events")
+        response = client.send(request, stream=True)
+        assert next(response.iter_lines()).startswith("id: ")
+    # `served` has asserted that the server stopped
+
+
+def test_the_log_is_read_from_its_end_in_whole_lines(desk: Any) -> None:
+    claim = desk.running()
+    log = run_of(desk, claim).log
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"first line\n" + "第二行\n".encode() + b"broken \xff\n")
+    path = f"/jobs/{claim.job_id}/logs"
+    assert desk.client.get(path).text == "first line\n第二行\nbroken \ufffd\n"
+    assert desk.client.get(f"{path}?tail_bytes=12").text == "broken \ufffd\n"
+    assert desk.client.get(path).headers["content-type"] == "text/plain; charset=utf-8"
+
+
+def test_before_anything_is_printed_the_log_is_empty(desk: Any) -> None:
+    job_id = desk.submit().json()["id"]
+    assert desk.client.get(f"/jobs/{job_id}/logs").text == ""
+    claim = desk.store.claim(job_id, worker="w", lease_seconds=60)
+    assert desk.client.get(f"/jobs/{claim.job_id}/logs").text == ""
+
+
+@pytest.mark.parametrize("sub", ["logs", "memory", "metrics"])
+def test_an_attempt_that_never_was_is_not_found(desk: Any, sub: str) -> None:
+    claim = desk.running()
+    assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=1").status_code == 200
+    assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=2").status_code == 404
+    assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=0").status_code == 422
+
+
+def test_memory_sets_the_plan_beside_what_each_rank_measured(desk: Any) -> None:
+    claim = desk.running()
+    run = run_of(desk, claim)
+    for rank in (0, 1):
+        for step in range(3):
+            record = MemoryRecord(
+                time=step, phase="forward", step=step, peak_allocated_bytes=100 * rank + step
+            )
+            append_record(run.memory_file(rank), record)
+    append_record(run.memory_file(1), MemoryRecord(time=3, phase="load", peak_allocated_bytes=50))
+    body = desk.client.get(f"/jobs/{claim.job_id}/memory").json()
+    assert body["planned_peak_bytes"] == 7
+    assert [rank["rank"] for rank in body["ranks"]] == [0, 1]
+    assert body["ranks"][1]["phases"] == {
+        "forward": {"planned_bytes": 7, "measured_bytes": 102},
+        "load": {"planned_bytes": None, "measured_bytes": 50},
+    }
+    assert body["ranks"][1]["peak_allocated_bytes"] == 102
+    assert len(body["ranks"][0]["series"]["points"]) == 3
+
+
+def test_metrics_keep_every_evaluation_and_thin_the_rest(desk: Any) -> None:
+    claim = desk.running()
+    run = run_of(desk, claim)
+    for step in range(50):
+        append_record(run.progress, ProgressRecord(time=step, phase=Phase.TRAINING, step=step))
+        if step % 10 == 0:
+            evaluation = {"heads": {"sentiment": {"macro_f1": step / 50}}}
+            append_record(
+                run.progress,
+                ProgressRecord(time=step, phase=Phase.EVALUATING, evaluation=evaluation),
+            )
+    body = desk.client.get(f"/jobs/{claim.job_id}/metrics?points=10").json()
+    assert len(body["evaluations"]) == 5
+    assert body["series"]["total"] == 50
+    assert len(body["series"]["points"]) <= 11
+    assert body["series"]["points"][-1]["step"] == 49
+
+
+@pytest.mark.parametrize("total", [0, 1, 2, 9, 10, 11, 100, 1001])
+def test_thinning_keeps_the_first_the_last_and_even_steps(total: int) -> None:
+    records = [MemoryRecord(time=0, phase="x", step=step) for step in range(total)]
+    series = thinned(records, points=10)
+    steps = [record.step for record in series.points]
+    assert series.total == total
+    assert len(steps) <= 11
+    assert steps[:1] == [0][:total]
+    assert steps[-1:] == list(range(total))[-1:]
+    assert {later - earlier for earlier, later in pairwise(steps[:-1])} <= {series.stride}
+
+
+def test_half_a_line_at_the_end_of_a_file_is_no_record(desk: Any) -> None:
+    claim = desk.running()
+    file: Path = run_of(desk, claim).memory_file(0)
+    append_record(file, MemoryRecord(time=0, phase="load"))
+    with file.open("ab") as half:
+        half.write(b'{"time": 1, "pha')
+    body = desk.client.get(f"/jobs/{claim.job_id}/memory").json()
+    assert body["ranks"][0]["series"]["total"] == 1
