@@ -1,0 +1,163 @@
+"""Writing a sharded classifier as a model artifact, one parameter at a time.
+
+Rank 0 gathers each parameter from the pieces of all ranks and writes it at once: neither a card nor
+the host ever holds more than one whole parameter beyond the shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.shared.fsdp.process import World
+from services.shared.fsdp.shard import DTYPES, Piece, Sharded
+from services.shared.fsdp.tensor_files import Layout, TensorWriter
+from services.shared.jobs.rundir import write_json
+from services.shared.model.artifact import write_heads
+
+# As large as transformers makes its shards (5.x, save_pretrained: max_shard_size="50GB" is for hubs;
+# 5 GB was the default for years and suits any file system).
+SHARD_BYTES = 5 * 10**9
+_BACKBONE = "backbone."
+_HEADS = "heads."
+
+
+@dataclass
+class _WeightFile:
+    names: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def export_weights(
+    sharded: Sharded, directory: Path, world: World, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write config.json, the backbone's weights and the heads to `directory`, on all ranks.
+
+    Weights are stored in the compute type: it is what every forward pass of the training used.
+    Raises OSError on rank 0.
+    """
+    dtype = DTYPES[sharded.recipe.compute]
+    owners = _ranges(sharded, world)
+    backbone = [p for p in sharded.pieces if p.name.startswith(_BACKBONE)]
+    files = _divide(backbone, dtype, shard_bytes)
+    if world.is_first:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_config(sharded.classifier, directory, dtype)
+        _write_index(files, directory)
+    pieces = {piece.name: piece for piece in backbone}
+    for number, file in enumerate(files):
+        path = directory / _file_name(number, len(files))
+        _write_file([pieces[name] for name in file.names], path, dtype, owners, world)
+    heads = {}
+    for piece in sharded.pieces:
+        if piece.name.startswith(_HEADS):
+            whole = gather(piece, dtype, owners[piece.name], world)
+            if whole is not None:
+                heads[piece.name.removeprefix(_HEADS)] = whole.view(piece.shape)
+    if world.is_first:
+        write_heads(directory, heads)
+    world.barrier()
+
+
+def gather(
+    piece: Piece, dtype: torch.dtype, owners: list[tuple[int, int]], world: World
+) -> Tensor | None:
+    """Return the whole parameter, flat and on the host, on rank 0; None on the others.
+
+    `owners` is the range that each rank holds.
+    """
+    start, stop = owners[world.rank]
+    if not world.is_first:
+        if stop > start and owners[0] != (0, piece.num_elements):
+            dist.send(piece.local.to(dtype).contiguous(), dst=0)
+        return None
+    whole = torch.empty(piece.num_elements, dtype=dtype)
+    whole[start:stop].copy_(piece.local)
+    if stop - start == piece.num_elements:
+        return whole
+    for rank in range(1, world.size):
+        start, stop = owners[rank]
+        if stop > start:
+            part = torch.empty(stop - start, dtype=dtype, device=piece.local.device)
+            dist.recv(part, src=rank)
+            whole[start:stop].copy_(part)
+    return whole
+
+
+def _ranges(sharded: Sharded, world: World) -> dict[str, list[tuple[int, int]]]:
+    """Return which range of each parameter every rank holds."""
+    mine = torch.tensor([[p.start, p.stop] for p in sharded.pieces], device=world.device)
+    all_ranks = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(all_ranks, mine)
+    tables = [ranges.tolist() for ranges in all_ranks]
+    return {
+        piece.name: [(table[i][0], table[i][1]) for table in tables]
+        for i, piece in enumerate(sharded.pieces)
+    }
+
+
+def _divide(pieces: list[Piece], dtype: torch.dtype, shard_bytes: int) -> list[_WeightFile]:
+    files = [_WeightFile()]
+    for piece in pieces:
+        size = piece.num_elements * dtype.itemsize
+        if files[-1].names and files[-1].num_bytes + size > shard_bytes:
+            files.append(_WeightFile())
+        files[-1].names.append(piece.name)
+        files[-1].num_bytes += size
+    return files
+
+
+def _file_name(number: int, count: int) -> str:
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_file(
+    pieces: list[Piece],
+    path: Path,
+    dtype: torch.dtype,
+    owners: dict[str, list[tuple[int, int]]],
+    world: World,
+) -> None:
+    writer = None
+    if world.is_first:
+        layout = [Layout(p.name.removeprefix(_BACKBONE), dtype, p.shape) for p in pieces]
+        writer = TensorWriter(path, layout, {"format": "pt"})
+    try:
+        for piece in pieces:
+            whole = gather(piece, dtype, owners[piece.name], world)
+            if writer is not None and whole is not None:
+                writer.append(whole)
+        if writer is not None:
+            writer.close()
+    except BaseException:
+        if writer is not None:
+            writer.abandon()
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _write_config(classifier: Any, directory: Path, dtype: torch.dtype) -> None:
+    config = classifier.config
+    config.architectures = [type(classifier.backbone).__name__]
+    config.dtype = dtype
+    config.save_pretrained(str(directory))
+
+
+def _write_index(files: list[_WeightFile], directory: Path) -> None:
+    if len(files) == 1:
+        return
+    weight_map = {
+        name.removeprefix(_BACKBONE): _file_name(number, len(files))
+        for number, file in enumerate(files)
+        for name in file.names
+    }
+    total = sum(file.num_bytes for file in files)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(directory / "model.safetensors.index.json", index)

@@ -1,0 +1,30 @@
+"""One rank of a teacher job: `torchrun --nproc-per-node N -m services.trainer.main RUN_DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from services.shared.fsdp.process import (
+    Position,
+    failures_reported,
+    join,
+    leave,
+    read_task,
+)
+from services.shared.jobs.rundir import RunDirectory
+from services.trainer.finetune import finetune
+
+
+def main() -> None:
+    """Join the other ranks, train, leave; a failure is written to the run directory."""
+    run, position = RunDirectory(Path(sys.argv[1])), Position()
+    with failures_reported(run, position):
+        task = read_task(run)
+        world = join(run, device=task.spec.resources.device, seed=task.spec.training.seed)
+        finetune(run, task, world, position)
+        leave()
+
+
+if __name__ == "__main__":
+    main()
