@@ -36,12 +36,15 @@ class Split(str, Enum):
     __str__ = str.__str__
 
 
+HEAD_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
+
+
 class Head(BaseModel):
     """One question asked of each text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+    name: Annotated[str, Field(pattern=HEAD_NAME)]
     type: HeadType = HeadType.SINGLE_LABEL
     labels: list[str]  # sorted; the index is the class number everywhere
 

@@ -1,0 +1,170 @@
+"""From an upload to a stored dataset: read twice, written aside, renamed into place."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
+from services.shared.datasets.labels import Labels, Row, parse_row
+from services.shared.datasets.reader import Record, read_records
+from services.shared.datasets.split import split_of, text_key
+from services.shared.datasets.survey import survey
+from services.shared.datasets.upload import Fault, Format, Layout
+
+CARD = "dataset.json"
+_ROWS_PER_GROUP = 8192
+_COPY_BYTES = 2**20
+
+
+def ingest(
+    upload: Path, *, format: Format, layout: Layout, id: str, name: str, datasets_dir: Path
+) -> DatasetCard:
+    """Validate an upload and store it as `datasets_dir`/`id`; return its card.
+
+    The whole dataset appears at once or not at all. Raises DatasetRejected with the faults of the
+    upload, OSError of the disk.
+    """
+    columns = layout.columns()
+    found = survey(read_records(upload, format=format, columns=columns), layout)
+    card = DatasetCard(
+        id=id,
+        name=name,
+        heads=found.heads,
+        rows=found.rows,
+        label_counts=found.label_counts,
+        missing_labels=found.missing_labels,
+        warnings=found.warnings,
+        sha256=_sha256(upload),
+    )
+    aside = datasets_dir / f".{id}.{os.getpid()}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        _write_splits(
+            read_records(upload, format=format, columns=columns),
+            aside,
+            layout=layout,
+            heads=found.heads,
+            dropped_lines=found.dropped_lines,
+        )
+        (aside / CARD).write_text(card.model_dump_json(indent=2), encoding="utf-8")
+        for path in [*aside.iterdir(), aside]:
+            _sync(path)
+        aside.rename(datasets_dir / id)
+        _sync(datasets_dir)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return card
+
+
+def read_card(dataset_dir: Path) -> DatasetCard:
+    """Return the card of a stored dataset; raises OSError, pydantic's ValidationError."""
+    return DatasetCard.model_validate_json((dataset_dir / CARD).read_bytes())
+
+
+def _write_splits(
+    records: Iterable[Record | Fault],
+    directory: Path,
+    *,
+    layout: Layout,
+    heads: list[Head],
+    dropped_lines: set[int],
+) -> None:
+    indices = [{label: index for index, label in enumerate(head.labels)} for head in heads]
+    writers = {split: _SplitWriter(directory / f"{split}.parquet", heads) for split in Split}
+    with writers[Split.TRAIN], writers[Split.VALIDATION], writers[Split.TEST]:
+        for record in records:
+            assert isinstance(record, Record), "the survey has refused uploads with faults"
+            if record.line in dropped_lines:
+                continue
+            row = parse_row(record, layout)
+            assert isinstance(row, Row)
+            split = split_of(text_key(row.text), layout.fractions)
+            writers[split].add(row, indices)
+
+
+class _SplitWriter:
+    """Writes the rows of one split in groups; a split without rows is a file without rows."""
+
+    def __init__(self, path: Path, heads: list[Head]) -> None:
+        columns = [("text", pa.string()), ("line", pa.int64())]
+        columns += [(head.name, _column_type(head)) for head in heads]
+        self._heads = heads
+        self._schema = pa.schema(columns)
+        self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
+        self._columns: list[list[Any]] = [[] for _ in columns]
+
+    def __enter__(self) -> _SplitWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._flush()
+        self._writer.close()
+
+    def add(self, row: Row, indices: list[dict[str, int]]) -> None:
+        """Append a row; `indices` gives the class numbers of each head."""
+        labels = [
+            _class_numbers(head, value, index)
+            for head, value, index in zip(self._heads, row.labels, indices, strict=True)
+        ]
+        for column, value in zip(self._columns, [row.text, row.line, *labels], strict=True):
+            column.append(value)
+        if len(self._columns[0]) == _ROWS_PER_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._columns[0]:
+            return
+        arrays = [
+            pa.array(column, type=field.type)
+            for column, field in zip(self._columns, self._schema, strict=True)
+        ]
+        self._writer.write_batch(pa.record_batch(arrays, schema=self._schema))
+        for column in self._columns:
+            column.clear()
+
+
+def _column_type(head: Head) -> pa.DataType:
+    return pa.int32() if head.type is HeadType.SINGLE_LABEL else pa.list_(pa.int32())
+
+
+def _class_numbers(
+    head: Head, labels: Labels | None, index: dict[str, int]
+) -> int | list[int] | None:
+    if labels is None:
+        return None
+    numbers = sorted(index[label] for label in labels)
+    return numbers[0] if head.type is HeadType.SINGLE_LABEL else numbers
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_COPY_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Have a file or a directory reach the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
