@@ -184,12 +184,6 @@ class Recipe:
             raise InvalidInput(
                 "shard_ranks", "is the group size of hybrid sharding, and only of it"
             )
-        if self.optimizer_in_backward and self.accumulate > 1:
-            raise InvalidInput(
-                "optimizer_in_backward",
-                f"applies each gradient at once and cannot gather {self.accumulate} micro-batches",
-                accepted="accumulate 1",
-            )
         if self.engine is Engine.DDP and self.sharding is not Sharding.NONE:
             raise InvalidInput("sharding", f"DDP does not shard ({self.sharding})", accepted="none")
 
