@@ -218,7 +218,21 @@ _PREFIX = re.compile(
 def _message_at(text: str, hit: int) -> Message | None:
     begin = text.rfind("\n", max(0, hit - 1000), hit) + 1 or max(0, hit - 100)
     if hit - begin < 60:  # the line may be the second half of a broken one
-        begin = text.rfind("\n", max(0, begin - 400), max(0, begin - 1)) + 1 or begin
+        begin = _line_before(text, begin)
+    message = _message_between(text, begin, hit)
+    if message is None:  # or the word that was found stands at the end of a longer message
+        begin = _line_before(text, _line_before(text, begin))
+        message = _message_between(text, begin, hit)
+    return message
+
+
+def _line_before(text: str, begin: int) -> int:
+    earliest = max(0, begin - 400)
+    found = text.rfind("\n", earliest, max(0, begin - 1))
+    return earliest if found < 0 else found + 1
+
+
+def _message_between(text: str, begin: int, hit: int) -> Message | None:
     lines = _ANSI.sub("", text[begin : hit + _AFTER]).replace("\\n", "\n").splitlines()
     hit_line = text.count("\n", begin, hit)
     rank = _split_prefix(lines[hit_line])[0] if hit_line < len(lines) else None

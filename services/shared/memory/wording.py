@@ -1,0 +1,229 @@
+"""Understand what people write of a job: strategy, precision, optimizer, phase, device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+from services.shared.memory.errors import InvalidInput
+from services.shared.memory.hardware import DEVICES, find_device
+from services.shared.memory.recipe import Optimizer, OptimizerImpl, Precision, Sharding
+from services.shared.memory.sizes import GIB
+
+
+class Framework(str, Enum):
+    """Who distributes the training, as configured; not necessarily what happened."""
+
+    FSDP1 = "fsdp1"
+    FSDP2 = "fsdp2"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    DDP = "ddp"
+    NONE = "none"
+
+    __str__ = str.__str__
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether each rank keeps only its share of the parameters."""
+        return self in (Framework.FSDP1, Framework.FSDP2, Framework.ZERO3)
+
+
+class FailurePhase(str, Enum):
+    """When the memory ran out, as far as it was told."""
+
+    LOAD = "load"
+    WRAP = "wrap"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER_STEP = "optimizer_step"
+    SAVE = "save"
+    EVALUATE = "evaluate"
+    TRAIN = "train"
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A sentence on sharding, taken apart; None where it does not say."""
+
+    framework: Framework | None = None
+    sharding: Sharding | None = None
+    offload: bool = False
+    efficient_loading: bool = False  # rank 0 alone reads the checkpoint, into host memory
+    integer_reshard: bool = False  # FSDP2 with a reshard group of its own per unit
+
+
+_ZERO_STAGE = re.compile(r"(?:zero|stage|z)[\s_-]*(?:stage)?[\s_-]*(<?)\s*([0-3])\b")
+_NOT_SHARDED = re.compile(
+    r"^\s*(?:none|no\b|not\b)|\bddp\b|data[\s_-]?parallel\b|multi_gpu|single[\s-](?:gpu|card|process)"
+    r"|\bone (?:gpu|card)|no_shard"
+)
+
+
+def read_strategy(text: str) -> Strategy:
+    """Read words such as "FSDP1 full_shard auto_wrap" or "DeepSpeed ZeRO-2, offload"."""
+    low = text.lower()
+    return Strategy(
+        framework=_framework(low),
+        sharding=_sharding(low),
+        offload="offload" in low and not re.search(r"(?:no|without) (?:cpu )?offload", low),
+        efficient_loading="cpu_ram_efficient" in low or "efficient loading" in low,
+        integer_reshard=bool(re.search(r"reshard_after_forward\s*[=:]\s*(?:int|[0-9])", low)),
+    )
+
+
+def _framework(low: str) -> Framework | None:
+    # The first words decide: "none (DDP)", "none active at load", but "FSDP1 (not DDP)".
+    if re.match(r"\s*(?:none|no\b|one gpu|single)", low):
+        return Framework.DDP if re.search(r"ddp|multi_gpu|data", low) else Framework.NONE
+    # fully sharded data parallel must not read as plain data parallel
+    if re.search(r"fsdp\s*v?2|fully_shard\b", low):
+        return Framework.FSDP2
+    if re.search(r"fsdp|hsdp|full[y]?[\s_-]shard|shard_grad_op|hybrid_shard", low):
+        return Framework.FSDP1
+    stage = _ZERO_STAGE.search(low)
+    if stage and ("zero" in low or "deepspeed" in low or "stage" in low):
+        number = int(stage[2]) - (1 if stage[1] else 0)
+        return {3: Framework.ZERO3, 2: Framework.ZERO2, 1: Framework.ZERO1}.get(
+            number, Framework.DDP
+        )
+    if _NOT_SHARDED.search(low):
+        return Framework.DDP
+    return None
+
+
+def _sharding(low: str) -> Sharding | None:
+    if re.search(r"shard_grad_op|grad_op|reshard_after_forward\s*[=:]\s*false", low):
+        return Sharding.GRAD_OP
+    if re.search(r"hybrid|hsdp", low):
+        return Sharding.HYBRID
+    if "no_shard" in low:
+        return Sharding.NONE
+    if re.search(r"full[\s_-]?shard", low):
+        return Sharding.FULL
+    return None
+
+
+@dataclass(frozen=True)
+class PrecisionWords:
+    """What a sentence on precision says of storage and compute."""
+
+    parameters: Precision | None = None
+    mixed: bool = False
+    bits: int | None = None  # 4 or 8 where the weights are quantised
+    full_eval: bool = False  # the trainer casts and moves the model before anything wraps it
+
+
+_FLOAT32 = r"fp32|float32|full precision"
+_HALF = r"bf16|bfloat16|fp16|float16|half|2 bytes"
+
+
+def read_precision(text: str) -> PrecisionWords:
+    """Read words such as "fp32 parameters, fp16 compute" or "GPTQ int4"."""
+    low = text.lower()
+    quantised = re.search(r"int4|nf4|4[\s-]?bit|gptq|awq|qlora", low)
+    eight = re.search(r"int8|8[\s-]?bit(?! adam)", low)
+    mixed = bool(re.search(r"mixed|\bamp\b|autocast|fp32 (?:param|master|state)", low))
+    parameters = None
+    if re.search(rf"(?:{_FLOAT32})[\s-]*(?:param|weight|master|state)", low):
+        parameters = Precision.FLOAT32
+    elif re.search(rf"pure[\s_-]?(?:{_HALF})|(?:{_HALF})[\s-]*(?:param|weight|state)", low):
+        parameters = None if mixed else Precision.BFLOAT16
+    elif re.search(rf"\b(?:{_FLOAT32})\b", low) and not re.search(_HALF, low):
+        parameters = Precision.FLOAT32
+    return PrecisionWords(
+        parameters=parameters,
+        mixed=mixed,
+        bits=4 if quantised else 8 if eight else None,
+        full_eval="full_eval" in low,
+    )
+
+
+def read_optimizer(text: str) -> tuple[Optimizer | None, OptimizerImpl | None]:
+    """Read words such as "AdamW (foreach default)" or "adamw_torch_fused"."""
+    low = text.lower()
+    kind = None
+    if "adafactor" in low:
+        kind = Optimizer.ADAFACTOR
+    elif re.search(r"8[\s_-]?bit|bnb", low):
+        kind = Optimizer.ADAMW_8BIT
+    elif "adam" in low:
+        kind = Optimizer.ADAMW_BF16 if "bf16" in low else Optimizer.ADAMW
+    elif "sgd" in low:
+        kind = Optimizer.SGD
+    implementation = None
+    if "fused" in low:
+        implementation = OptimizerImpl.FUSED
+    elif "foreach" in low and "foreach=false" not in low.replace(" ", ""):
+        implementation = OptimizerImpl.FOREACH
+    elif "for_loop" in low or "foreach=false" in low.replace(" ", ""):
+        implementation = OptimizerImpl.FOR_LOOP
+    return kind, implementation
+
+
+_PHASES: tuple[tuple[FailurePhase, str], ...] = (
+    (FailurePhase.SAVE, r"sav(?:e|ing)|export|checkpointing to|state_dict|consolidat"),
+    (FailurePhase.OPTIMIZER_STEP, r"optimi[sz]er[\s_.]?step|optim\b|\bopt\b"),
+    (FailurePhase.LOAD, r"load|from_pretrained|start(?:up|ing)|\binit"),
+    (FailurePhase.WRAP, r"wrap|prepare|shard"),
+    (FailurePhase.FORWARD, r"forward|\bloss\b"),
+    (FailurePhase.BACKWARD, r"backward"),
+    (FailurePhase.EVALUATE, r"eval|validat|generat|infer|rollout"),
+    (FailurePhase.TRAIN, r"train|step|fine"),
+)
+
+
+def read_phase(text: str) -> FailurePhase | None:
+    """Return the phase that the words name first: "load then backward" is loading."""
+    low = text.lower()
+    places = [(m.start(), phase) for phase, words in _PHASES if (m := re.search(words, low))]
+    return min(places, key=lambda place: place[0])[1] if places else None
+
+
+_MEMORY = re.compile(r"\b([0-9]{1,4})\s?g(?:i?b)?\b", re.IGNORECASE)
+_CARD_RANGE = re.compile(
+    r"(?:HCU|DCU|GPU|NPU|cards?|devices?)\s?([0-9]{1,3})\s?(?:-|–|to)\s?([0-9]{1,3})", re.IGNORECASE
+)
+
+
+def read_device(text: str) -> tuple[str | None, int | None]:
+    """Return the known device kind that `text` names, and the memory bytes it states."""
+    stated = _MEMORY.search(text)
+    memory = int(stated[1]) * GIB if stated else None
+    return _known_device(text, memory), memory
+
+
+def _known_device(text: str, memory: int | None) -> str | None:
+    words = re.split(r"[\s,;/()]+", text)
+    named = [*words, *(f"{a}{b}" for a, b in pairwise(words))]
+    kinds = set()
+    for word in named:
+        try:
+            kinds.add(find_device(word).name)
+        except InvalidInput:
+            continue
+    if not kinds:
+        return None
+    if memory is None or len(kinds) == 1:
+        return sorted(kinds, key=len)[-1]
+    return min(kinds, key=lambda kind: abs(DEVICES[kind].memory_bytes - memory))
+
+
+def cards_listed(text: str) -> int | None:
+    """Return how many cards a list such as "HCU1-7" holds."""
+    found = _CARD_RANGE.search(text)
+    if found is None:
+        return None
+    count = int(found[2]) - int(found[1]) + 1
+    return count if 1 <= count <= 1024 else None
+
+
+def vocabulary_in(text: str) -> int | None:
+    """Return the vocabulary that a model's description states: "vocab 151936"."""
+    found = re.search(r"vocab(?:ulary)?\D{0,10}([0-9]{4,7})", text, re.IGNORECASE)
+    return int(found[1]) if found else None
