@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from services.shared.fsdp.process import RunFailed
 from services.shared.fsdp.shard import Piece, Sharded, plain_name
 from services.shared.fsdp.tensor_files import TensorFile
 from services.shared.jobs.state import Reason
-from services.shared.model.classifier import initial_heads
+from services.shared.model.classifier import initial_heads, initial_projections
 
 # 4 Mi elements: 16 MiB of float32, and 64 MiB for a moment while they are summed.
 CHUNK_ELEMENTS = 4 * 2**20
 _HEADS = "heads."
+_PROJECTIONS = "projections."
 _BACKBONE = "backbone."
 
 
@@ -71,9 +72,18 @@ def _sums(values: Tensor, *, at: int) -> tuple[int, int]:
     return int(numbers.sum()), int((numbers * weights).sum())
 
 
-def load_pretrained(sharded: Sharded, directory: Path, *, seed: int) -> None:
+def load_pretrained(
+    sharded: Sharded,
+    directory: Path,
+    *,
+    seed: int,
+    heads: Mapping[str, Tensor] | None = None,
+    source_name: Callable[[str], str] = str,
+) -> None:
     """Fill the backbone from the safetensors files of a directory, the heads from the seed.
 
+    `heads` gives them trained weights instead, as `<head>.weight|bias`. `source_name` says under
+    which name the files hold a backbone parameter of ours, where layers are left out.
     Raises RunFailed(BAD_MODEL) for missing, misshapen or unreadable tensors and for pickled weights.
     """
     sums = Checksums()
@@ -83,12 +93,12 @@ def load_pretrained(sharded: Sharded, directory: Path, *, seed: int) -> None:
             backbone: Any = sharded.classifier.backbone
             for piece in sharded.pieces:
                 if piece.name.startswith(_BACKBONE):
-                    name = piece.name.removeprefix(_BACKBONE)
+                    name = source_name(piece.name.removeprefix(_BACKBONE))
                     key = _key(name, where, prefix=backbone.base_model_prefix)
                     _fill_from_file(piece, where[key], key, sums)
     except (ValueError, OSError) as error:
         raise RunFailed(Reason.BAD_MODEL, str(error)) from error
-    _fill_heads(sharded, seed, sums)
+    _fill_linears(sharded, seed, heads, sums)
     sums.verify(sharded.pieces)
 
 
@@ -104,13 +114,13 @@ def initialise(sharded: Sharded, *, seed: int) -> None:
         own = [name for name, _ in module.named_parameters(recurse=False)]
         prefix = plain_name(f"{path}.") if path else ""
         names = {name: prefix + name for name in own if prefix + name in pieces}
-        if not names or prefix.startswith(_HEADS):
+        if not names or prefix.startswith((_HEADS, _PROJECTIONS)):
             continue
         drawn = _draw(sharded, module, {k: pieces[v] for k, v in names.items()}, f"{seed}/{prefix}")
         for key, name in names.items():
             piece = pieces[name]
             _put(piece, drawn[key].reshape(-1)[piece.start : piece.stop], 0, sums)
-    _fill_heads(sharded, seed, sums)
+    _fill_linears(sharded, seed, None, sums)
     sums.verify(sharded.pieces)
 
 
@@ -142,11 +152,23 @@ def _draw(
     return drawn
 
 
-def _fill_heads(sharded: Sharded, seed: int, sums: Checksums) -> None:
-    values = initial_heads(sharded.classifier, seed)
+def _fill_linears(
+    sharded: Sharded, seed: int, heads: Mapping[str, Tensor] | None, sums: Checksums
+) -> None:
+    """Fill what stands on the backbone: heads, and a student's projections."""
+    first = initial_heads(sharded.classifier, seed) if heads is None else heads
+    values = {f"{_HEADS}{name}": value for name, value in first.items()}
+    for name, value in initial_projections(sharded.classifier, seed).items():
+        values[f"{_PROJECTIONS}{name}"] = value
     for piece in sharded.pieces:
-        if piece.name.startswith(_HEADS):
-            whole = values[piece.name.removeprefix(_HEADS)].reshape(-1)
+        if not piece.name.startswith(_BACKBONE):
+            if tuple(values[piece.name].shape) != piece.shape:
+                raise RunFailed(
+                    Reason.BAD_MODEL,
+                    f"{piece.name} has shape {list(values[piece.name].shape)}, the model wants "
+                    f"{list(piece.shape)}",
+                )
+            whole = values[piece.name].reshape(-1)
             _put(piece, whole[piece.start : piece.stop], 0, sums)
 
 

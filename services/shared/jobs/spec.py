@@ -259,7 +259,26 @@ class Distillation(_Spec):
         0.0, description="Weight of the hidden-state signal through a learned projection."
     )
     hidden_loss: Literal["cosine", "mse"] = "cosine"
-    signals: Literal["online", "cached", "auto"] = "auto"
+    hidden_layers: Literal["last", "spread"] = Field(
+        "last",
+        description="Match the final states, or every student layer with an evenly spaced one of the "
+        "teacher.",
+    )
+    soft_weight_final: Annotated[float, Field(ge=0, le=100)] | None = Field(
+        None, description="Weight at the last step; between, a straight line from soft_weight."
+    )
+    hard_weight_final: Annotated[float, Field(ge=0, le=100)] | None = None
+    hidden_weight_final: Annotated[float, Field(ge=0, le=100)] | None = None
+    signals: Literal["online", "cached", "auto"] = Field(
+        "auto",
+        description="Run the teacher on every batch; on every text once beforehand; or on every batch "
+        "of the first epoch, keeping its answers for the others.",
+    )
+    cache_hidden: bool = Field(
+        False,
+        description="Keep hidden states too (large: the size is announced first). Without it, a "
+        "hidden_weight above 0 makes the signals online.",
+    )
     teacher_placement: Literal["sharded", "replicated", "auto"] = "auto"
     unlabelled_dataset_ids: list[str] = []
 

@@ -55,6 +55,16 @@ class Classifier(nn.Module):
                 for head in heads
             }
         )
+        # By number of a student's layer, to the width of its teacher; only while distilling.
+        self.projections = nn.ModuleDict()
+
+    def add_projections(self, layers: Sequence[int], width: int) -> None:
+        """Give some layers' tapped states a learned linear map to `width`; never exported."""
+        first = next(iter(self.heads.values())).weight
+        for layer in layers:
+            self.projections[str(layer)] = nn.Linear(
+                hidden_size(self.config), width, dtype=first.dtype, device=first.device
+            )
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, tap: Sequence[int] = ()
@@ -63,7 +73,7 @@ class Classifier(nn.Module):
 
         `attention_mask` [B, S] is None where no text is padded. `tap` names layers (0 is the
         embedding, the number of layers the final state) whose pooled states come back as
-        `TAPPED` [B, K, H].
+        `TAPPED` [B, K, H], projected where the layer has a projection.
         """
         # A causal token never sees the padding to its right, so a decoder needs no mask: without
         # one, attention keeps its fast causal kernel and nothing [B, 1, S, S] is materialised.
@@ -76,9 +86,16 @@ class Classifier(nn.Module):
         pooled = self._pool(output.last_hidden_state, attention_mask)
         result = {name: head(pooled).float() for name, head in self.heads.items()}
         if tap:
-            states = [self._pool(output.hidden_states[layer], attention_mask) for layer in tap]
+            states = [
+                self._project(layer, self._pool(output.hidden_states[layer], attention_mask))
+                for layer in tap
+            ]
             result[TAPPED] = torch.stack(states, dim=1).float()
         return result
+
+    def _project(self, layer: int, state: Tensor) -> Tensor:
+        name = str(layer)
+        return self.projections[name](state) if name in self.projections else state
 
     def _pool(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Pick one token of each text: [B, S, H] -> [B, H]."""
@@ -208,6 +225,17 @@ def initial_heads(classifier: Classifier, seed: int) -> dict[str, Tensor]:
         weight = torch.empty(len(head.labels), width)
         state[f"{head.name}.weight"] = weight.normal_(std=spread, generator=generator)
         state[f"{head.name}.bias"] = torch.zeros(len(head.labels))
+    return state
+
+
+def initial_projections(classifier: Classifier, seed: int) -> dict[str, Tensor]:
+    """Return the first weights of the projections, as `<layer>.weight|bias`: length-preserving."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for layer, linear in classifier.projections.items():
+        weight = torch.empty(linear.out_features, linear.in_features)
+        state[f"{layer}.weight"] = weight.normal_(std=linear.in_features**-0.5, generator=generator)
+        state[f"{layer}.bias"] = torch.zeros(linear.out_features)
     return state
 
 
