@@ -48,17 +48,8 @@ class BlockedLinear:
         return product
 
 
-def make_linear(weights: list[Tensor], biases: list[Tensor | None]) -> Linear:
-    """Return one product for several weights [O, I] that read the same input, outputs side by side."""
-    weight = torch.cat([w.detach() for w in weights]) if len(weights) > 1 else weights[0].detach()
-    bias = None
-    if any(b is not None for b in biases):
-        bias = torch.cat(
-            [
-                weight.new_zeros(w.shape[0]) if b is None else b.detach()
-                for w, b in zip(weights, biases, strict=True)
-            ]
-        )
+def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Return the fastest product for a weight [O, I] where it lies."""
     if weight.device.type == "cpu" and torch._C._has_mkldnn:
         return BlockedLinear(weight, bias)
     return PlainLinear(weight, bias)

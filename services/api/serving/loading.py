@@ -9,7 +9,8 @@ import torch
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.engine import Engine, warm_up
 from services.api.serving.golden import check_golden
-from services.api.serving.packed import pack_classifier, why_not
+from services.api.serving.layout import take_backbone, take_heads, why_not
+from services.api.serving.packed import PackedEngine
 from services.api.serving.prediction import Calibration
 from services.api.serving.promoted import Promoted
 from services.api.serving.settings import EngineChoice, ServingDtype, ServingSettings
@@ -76,7 +77,9 @@ def build_engine(artifact: Artifact, settings: ServingSettings) -> Engine:
         )
     if obstacle:
         raise ValueError(f"the engine {settings.engine} cannot run this backbone: {obstacle}")
-    return pack_classifier(classifier, max_length=max_length, threads=settings.threads)
+    heads = take_heads(classifier)
+    backbone = take_backbone(classifier, max_length=max_length)
+    return PackedEngine(backbone, heads, threads=settings.threads)
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,6 +1,6 @@
 """The packed engine: tokens of all texts in one row, no padding, no mask.
 
-For decoders of the Llama shape (Qwen3, Qwen2, Llama): causal attention reads only what lies before,
+For decoders of the Llama shape (`layout.why_not`): causal attention reads only what lies before,
 so texts packed one after another need no mask as long as attention runs text by text; texts of the
 same length run together. The last layer computes only what the heads read: the last token's state.
 
@@ -12,59 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.api.serving.linears import Linear, make_linear
-from services.api.serving.pieces import Pieces, compiled_pieces
+from services.api.serving.layout import Backbone, Layer, Shape
+from services.api.serving.pieces import Pieces
 from services.api.serving.prediction import FloatArray
 from services.api.serving.threads import use_threads
-from services.shared.model.classifier import Classifier, Pooling, transformer_layers
-
-FAMILIES = frozenset({"qwen3", "qwen2", "llama"})
-
-# Rotary frequencies that do not depend on how long the text is.
-_FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the forward needs to know of the configuration."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One block; `query_key_norm` is [A + K, D], None where the family has no such norm."""
-
-    attention_norm: Tensor
-    query_key_norm: Tensor | None
-    query: Linear | None  # the last layer only: its queries are needed for the last tokens alone
-    query_key_value: Linear  # the last layer: keys and values
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True)
-class Backbone:
-    """All weights, shared by engines that differ in their heads alone."""
-
-    shape: Shape
-    embedding: Tensor  # [vocabulary, H]
-    layers: list[Layer]
-    final_norm: Tensor
-    cos: Tensor  # [positions, D]
-    sin: Tensor
 
 
 @dataclass(frozen=True)
@@ -76,22 +33,6 @@ class Packing:
     tokens: FloatArray  # int64 [T]
     positions: FloatArray  # int64 [T]
     last: FloatArray  # int64 [N], where each text's last token lies
-
-
-def why_not(config: Any, *, max_length: int) -> str | None:
-    """Say why a configuration is none that this engine computes; None where it is."""
-    if config.model_type not in FAMILIES:
-        return f"{config.model_type} is not one of {', '.join(sorted(FAMILIES))}"
-    if config.hidden_act != "silu":
-        return f"hidden_act is {config.hidden_act}"
-    rotation = (config.rope_parameters or {}).get("rope_type", "default")
-    if rotation not in _FIXED_ROTATIONS:
-        return f"rope_type is {rotation}"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if kinds != {"full_attention"} and (window is None or window < max_length):
-        return f"attention is {', '.join(sorted(kinds))}"
-    return None
 
 
 class PackedEngine:
@@ -265,88 +206,3 @@ def _unpack(packed: Tensor, order: list[int]) -> FloatArray:
     logits = np.empty_like(values)
     logits[order] = values
     return logits
-
-
-def pack_classifier(
-    classifier: Classifier, *, max_length: int, threads: int, compile: bool = False
-) -> PackedEngine:
-    """Take a classifier's weights apart and lay them out for this engine; the classifier is used up.
-
-    Layer by layer, so that memory holds one layer twice and not the model.
-    """
-    assert classifier.pooling is Pooling.LAST, "a decoder is read at its last token"
-    weights = classifier.heads.state_dict()
-    heads = {
-        head.name: (weights[f"{head.name}.weight"], weights[f"{head.name}.bias"])
-        for head in classifier.head_specs
-    }
-    return PackedEngine(
-        take_backbone(classifier, max_length=max_length),
-        heads,
-        threads=threads,
-        pieces=compiled_pieces() if compile else None,
-    )
-
-
-def take_backbone(classifier: Classifier, *, max_length: int) -> Backbone:
-    """Lay out the weights of a classifier's backbone; its layers lose theirs."""
-    backbone, config = classifier.backbone, classifier.config
-    embedding = backbone.embed_tokens.weight.detach()
-    blocks = transformer_layers(classifier)
-    layers = [
-        _take_layer(block, is_last=index == len(blocks) - 1) for index, block in enumerate(blocks)
-    ]
-    cos, sin = _rotations(backbone.rotary_emb, max_length, like=embedding)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Backbone(
-        shape=Shape(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
-            eps=config.rms_norm_eps,
-        ),
-        embedding=embedding,
-        layers=layers,
-        final_norm=backbone.norm.weight.detach(),
-        cos=cos,
-        sin=sin,
-    )
-
-
-def _take_layer(block: Any, *, is_last: bool) -> Layer:
-    attention, mlp = block.self_attn, block.mlp
-    q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
-    layer = Layer(
-        attention_norm=block.input_layernorm.weight.detach(),
-        query_key_norm=_query_key_norm(attention),
-        query=_fuse(q) if is_last else None,
-        query_key_value=_fuse(k, v) if is_last else _fuse(q, k, v),
-        output=_fuse(attention.o_proj),
-        mlp_norm=block.post_attention_layernorm.weight.detach(),
-        gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
-        down=_fuse(mlp.down_proj),
-    )
-    for linear in (q, k, v, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        linear.weight = None
-    return layer
-
-
-def _query_key_norm(attention: Any) -> Tensor | None:
-    if not hasattr(attention, "q_norm"):
-        return None
-    heads = attention.q_proj.out_features // attention.head_dim
-    kv_heads = attention.k_proj.out_features // attention.head_dim
-    weights = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
-    return torch.cat([w.expand(n, -1) for w, n in zip(weights, (heads, kv_heads), strict=True)])
-
-
-def _fuse(*linears: Any) -> Linear:
-    return make_linear([each.weight for each in linears], [each.bias for each in linears])
-
-
-def _rotations(rotary: Any, max_length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [positions, D] for every position that a text may have."""
-    positions = torch.arange(max_length, device=like.device).unsqueeze(0)
-    with torch.inference_mode():
-        cos, sin = rotary(like[:1], positions)
-    return cos[0], sin[0]

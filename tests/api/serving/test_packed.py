@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from services.api.serving.layout import take_backbone, take_heads, why_not
 from services.api.serving.loading import build_engine
-from services.api.serving.packed import PackedEngine, pack, pack_classifier, why_not
+from services.api.serving.packed import PackedEngine, pack
 from services.api.serving.settings import EngineChoice, ServingSettings
 from services.shared.datasets.card import Head
 from services.shared.model.artifact import read_artifact
@@ -74,7 +75,8 @@ def plain(classifier: Classifier, texts: list[list[int]]) -> dict[str, Any]:
 
 
 def packed(classifier: Classifier) -> PackedEngine:
-    return pack_classifier(classifier, max_length=MAX_LENGTH, threads=1)
+    heads = take_heads(classifier)
+    return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads, threads=1)
 
 
 @pytest.fixture(scope="module")
