@@ -192,6 +192,15 @@ class Recipe:
         """Padded tokens of one micro-batch on one rank."""
         return self.micro_batch * self.sequence_length
 
+    @property
+    def upcasts(self) -> bool:
+        """Whether FSDP1's shards are raised after wrapping, as accelerate does."""
+        return (
+            self.engine is Engine.FSDP1
+            and self.upcast_after_wrap
+            and self.checkpoint.size_bytes < self.parameters.size_bytes
+        )
+
     def with_changes(self, changes: Mapping[str, Any]) -> Recipe:
         """Return this recipe with named knobs changed; raise InvalidInput for an unknown one."""
         known = [field.name for field in fields(self)]

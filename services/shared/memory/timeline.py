@@ -51,6 +51,8 @@ class Components(NamedTuple):
 class Point(NamedTuple):
     """One moment of a step: where it is, what is alive, and the request that made it so.
 
+    `step` counts from 1, `micro_batch` and `layer` from 0.
+
     `rising` holds the maxima inside the point, over `base_bytes`, in order; the last is the point's
     own `live_bytes`, and its components are `components`.
     """
@@ -59,7 +61,7 @@ class Point(NamedTuple):
     step: int
     micro_batch: int
     unit: str
-    index: int | None
+    layer: int | None
     what: str
     request_bytes: int
     live_bytes: int
@@ -99,7 +101,7 @@ class Books:
     def mark(
         self,
         unit: str,
-        index: int | None,
+        layer: int | None,
         what: str,
         *,
         request_bytes: int = 0,
@@ -122,12 +124,12 @@ class Books:
         )
         live = sum(components)
         moments = (Moment(live, request_bytes, what),)
-        self._write(unit, index, what, request_bytes, components, 0, moments)
+        self._write(unit, layer, what, request_bytes, components, 0, moments)
 
     def play(
         self,
         unit: str,
-        index: int | None,
+        layer: int | None,
         moments: Sequence[Moment],
         *,
         unsharded: int = 0,
@@ -150,12 +152,12 @@ class Books:
         )
         base = sum(components) - worst.live_bytes
         rising = tuple(moments)
-        self._write(unit, index, worst.what, worst.request_bytes, components, base, rising)
+        self._write(unit, layer, worst.what, worst.request_bytes, components, base, rising)
 
     def _write(
         self,
         unit: str,
-        index: int | None,
+        layer: int | None,
         what: str,
         request_bytes: int,
         components: Components,
@@ -169,7 +171,7 @@ class Books:
                 self.step,
                 self.micro_batch,
                 unit,
-                index,
+                layer,
                 what,
                 request_bytes,
                 live,

@@ -1,0 +1,235 @@
+"""A backward pass written into the books, from the last layer to the root."""
+
+from __future__ import annotations
+
+from services.shared.memory.recipe import Prefetch
+from services.shared.memory.run import Run
+from services.shared.memory.sharding import UnitSizes
+
+
+def write_backward(run: Run) -> None:
+    """Write the backward pass of the books' micro-batch; reduced gradients stay afterwards."""
+    books, job = run.books, run.job
+    base = books.activations - run.saved_before(job.num_layers)
+    if not job.recipe.activation_checkpointing:
+        # Only a layer that is run again needs the mask again.
+        base -= job.mask_bytes
+    _hold_gradients(run, job.num_layers)
+    books.play("root", None, job.final.backward)
+    for index in reversed(run.indices()):
+        books.activations = base + run.saved_at(index)
+        _hold_gradients(run, index + 1)
+        _layer(run, index, after=base + run.saved_after(index))
+    books.activations = 0
+    _hold_gradients(run, 0)
+    books.unsharded = job.units.root.whole_parameter_bytes
+    embedding = job.units.embedding
+    if embedding is not None:
+        _embedding(run, embedding)
+    _root(run)
+    _finish(run)
+
+
+def _reduces(run: Run) -> bool:
+    """Whether gradients are reduced in this micro-batch, or kept whole for the last one."""
+    recipe = run.job.recipe
+    return recipe.reduce_each or run.books.micro_batch == recipe.accumulate - 1
+
+
+def _hold_gradients(run: Run, left: int) -> None:
+    """Account for the gradients alive when `left` layers have still to run backward."""
+    books, job, recipe = run.books, run.job, run.job.recipe
+    done, first = job.num_layers - left, books.micro_batch == 0
+    whole_layer, whole_root = job.layer_gradient_bytes, job.units.root.whole_gradient_bytes
+    part = job.units.layers[0].gradient_bytes if job.layered and job.on_device else 0
+    last = books.micro_batch == recipe.accumulate - 1
+    books.unsharded_gradients = 0 if job.layered else done * whole_layer
+    if not recipe.reduce_each and recipe.accumulate > 1:
+        others = job.units.total("whole_gradient_bytes") - job.num_layers * whole_layer
+        books.gradients = done * part if last else 0
+        if job.layered:
+            waiting = left if last else (done if first else job.num_layers)
+            books.unsharded_gradients = waiting * whole_layer + (0 if first else others)
+        elif not first:
+            books.unsharded_gradients += whole_root
+    elif recipe.optimizer_in_backward and last:
+        books.gradients = 0 if first else job.gradient_bytes - done * part
+        if books.step == 1 and job.state_on_device and job.layered:
+            books.optimizer = done * job.units.layers[0].optimizer_bytes
+    else:
+        books.gradients = done * part if first else job.gradient_bytes
+
+
+def _layer(run: Run, index: int, *, after: int) -> None:
+    """Write one layer: gather, recompute and run back, reduce; `after` stays behind it."""
+    books, job = run.books, run.job
+    if not job.layered:
+        books.play("layer", index, job.layer.backward)
+        return
+    unit, root_bytes = job.units.layers[index], job.units.root.whole_parameter_bytes
+    whole = unit.whole_parameter_bytes
+    books.unsharded = root_bytes + (run.kept_bytes(index + 1) or whole)
+    if not job.keeps_whole:
+        _regather(run, unit, index)
+    ahead, reduces = _gathered_ahead(run, index), _reduces(run)
+    # FSDP2 holds the reduction before this one until this layer begins its own.
+    behind = unit.reduce_input_bytes if reduces and index < job.num_layers - 1 else 0
+    books.play(
+        "layer",
+        index,
+        job.layer.backward,
+        communication=ahead + (0 if job.fsdp1 else behind),
+    )
+    books.activations = after
+    if job.fsdp1:
+        books.mark(
+            "layer",
+            index,
+            "flat gradient of one layer",
+            request_bytes=unit.gathered_bytes,
+            communication=ahead,
+            unsharded_gradients=unit.whole_gradient_bytes + unit.gathered_bytes,
+        )
+    books.unsharded -= whole
+    if reduces:
+        _reduce(run, unit, index, ahead)
+
+
+def _regather(run: Run, unit: UnitSizes, index: int) -> None:
+    job = run.job
+    extra = unit.compute_shard_bytes if job.fsdp1 else unit.gathered_bytes
+    run.books.mark(
+        "layer",
+        index,
+        "gathered layer",
+        request_bytes=unit.gathered_bytes,
+        communication=extra if job.on_device else extra + unit.parameter_bytes,
+        temporaries=job.layer.input_bytes,
+    )
+
+
+def _gathered_ahead(run: Run, index: int) -> int:
+    """Return the bytes of the next unit of backward, gathered while this one computes."""
+    job = run.job
+    if job.keeps_whole or (job.fsdp1 and job.recipe.prefetch is not Prefetch.PRE):
+        return 0
+    following = job.units.layers[index - 1] if index > 0 else job.units.embedding
+    if following is None:
+        return 0
+    return following.whole_parameter_bytes if job.fsdp1 else following.gathered_bytes
+
+
+def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> None:
+    """Reduce one unit's gradients to this rank's part, in the reduce dtype, then in its own."""
+    books, recipe = run.books, run.job.recipe
+    other = 0 if recipe.reduce is recipe.parameters else unit.reduce_output_bytes
+    part = unit.gradient_bytes
+    if run.job.fsdp1:
+        raised = 0 if recipe.reduce is recipe.compute else unit.reduce_input_bytes
+        books.mark(
+            unit.name,
+            index,
+            "reduced gradient",
+            request_bytes=max(part, raised),
+            communication=ahead + raised + other,
+            unsharded_gradients=unit.whole_gradient_bytes,
+            temporaries=part,
+        )
+        return
+    books.mark(
+        unit.name,
+        index,
+        "reduce-scatter input",
+        request_bytes=unit.reduce_input_bytes,
+        communication=ahead + unit.reduce_input_bytes,
+        unsharded_gradients=unit.whole_gradient_bytes,
+    )
+    books.mark(
+        unit.name,
+        index,
+        "reduced gradient",
+        request_bytes=part,
+        communication=ahead + unit.reduce_input_bytes + other,
+        temporaries=part,
+    )
+
+
+def _embedding(run: Run, unit: UnitSizes) -> None:
+    """Write the backward pass of an embedding that is a unit of its own."""
+    books, job, reduces = run.books, run.job, _reduces(run)
+    behind = job.units.layers[0].reduce_input_bytes if reduces and not job.fsdp1 else 0
+    books.mark(
+        "embedding",
+        None,
+        "gradient of the embedding",
+        request_bytes=unit.whole_gradient_bytes,
+        unsharded=unit.whole_parameter_bytes,
+        communication=behind,
+        unsharded_gradients=unit.whole_gradient_bytes + (unit.gathered_bytes if job.fsdp1 else 0),
+        temporaries=job.layer.input_bytes,
+    )
+    if not reduces:
+        books.unsharded_gradients += unit.whole_gradient_bytes
+        return
+    _reduce(run, unit, None, 0)
+    _keep_or_apply(run, unit)
+
+
+def _root(run: Run) -> None:
+    """Write the end of backward: the root's gradients, the embedding's among them where it is."""
+    books, job = run.books, run.job
+    root, embedding, reduces = job.units.root, job.units.embedding, _reduces(run)
+    behind, held = 0, 0
+    if not job.fsdp1:
+        before = embedding or (job.units.layers[0] if job.layered else None)
+        behind = before.reduce_input_bytes if before and reduces else 0
+        held = 0 if embedding else job.layer.input_bytes
+    if not job.layered:
+        books.unsharded_gradients = 0
+    width = job.recipe.compute.size_bytes
+    flat = root.gathered_bytes if job.fsdp1 else 0
+    books.mark(
+        "root",
+        None,
+        "flat gradient of the root" if job.fsdp1 else "gradient of the root",
+        request_bytes=flat or root.largest_tensor_elements * width,
+        communication=behind,
+        unsharded_gradients=root.whole_gradient_bytes + flat,
+        temporaries=held,
+    )
+    books.unsharded = 0
+    if reduces:
+        _reduce(run, root, None, 0)
+        _keep_or_apply(run, root)
+
+
+def _keep_or_apply(run: Run, unit: UnitSizes) -> None:
+    """Keep a unit's reduced gradient; with the optimizer in backward, apply it and let it go."""
+    books, job = run.books, run.job
+    if not job.recipe.optimizer_in_backward:
+        return
+    if books.step == 1 and job.state_on_device:
+        books.optimizer += unit.optimizer_bytes
+    held = 0 if job.fsdp1 else unit.reduce_input_bytes
+    books.mark(
+        unit.name,
+        None,
+        "optimizer state",
+        request_bytes=unit.largest_piece_elements * job.recipe.parameters.size_bytes,
+        communication=held,
+        temporaries=unit.gradient_bytes if job.on_device else 0,
+    )
+
+
+def _finish(run: Run) -> None:
+    """Leave the books as they are between backward and what follows."""
+    books, job = run.books, run.job
+    books.unsharded = books.communication = books.unsharded_gradients = books.activations = 0
+    if not _reduces(run):
+        books.gradients = 0
+        books.unsharded_gradients = job.units.total("whole_gradient_bytes")
+        if not job.layered:
+            books.unsharded_gradients = job.units.root.whole_gradient_bytes
+        return
+    applied = job.recipe.optimizer_in_backward and (books.micro_batch == job.recipe.accumulate - 1)
+    books.gradients = 0 if applied else job.gradient_bytes

@@ -1,0 +1,144 @@
+"""A job on one rank, ready to be written into the books: units, layer costs, what stays where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from services.shared.memory.activations import (
+    FinalCost,
+    LayerCost,
+    final_cost,
+    layer_cost,
+    mask_bytes,
+    tables_bytes,
+    tokens_of,
+)
+from services.shared.memory.recipe import Engine, Offload, Recipe, Sharding
+from services.shared.memory.shape import Shape
+from services.shared.memory.sharding import Units, layer_gradients, units_of
+from services.shared.memory.timeline import Books
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model in training on one rank: its units, the cost of its layers, the recipe."""
+
+    shape: Shape
+    recipe: Recipe
+    units: Units
+    layer: LayerCost
+    final: FinalCost
+    tables_bytes: int
+    mask_bytes: int
+    layer_gradient_bytes: int
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers the forward pass runs through."""
+        return self.shape.num_layers
+
+    @property
+    def fsdp1(self) -> bool:
+        """Whether units are flat parameters."""
+        return self.recipe.engine is Engine.FSDP1
+
+    @property
+    def layered(self) -> bool:
+        """Whether each layer is a unit of its own."""
+        return bool(self.units.layers)
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether layers stay gathered from forward to backward."""
+        return self.recipe.sharding is Sharding.GRAD_OP or self.recipe.engine is Engine.DDP
+
+    @property
+    def on_device(self) -> bool:
+        """Whether parameters and gradients stay on the device between their uses."""
+        return self.recipe.offload is not Offload.ALL
+
+    @property
+    def state_on_device(self) -> bool:
+        """Whether the optimizer's state lives, and the update runs, on the device."""
+        return self.recipe.offload is Offload.NONE
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """This rank's parameters on the device."""
+        return self.units.total("parameter_bytes") if self.on_device else 0
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """This rank's reduced gradients on the device."""
+        return self.units.total("gradient_bytes") if self.on_device else 0
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """This rank's optimizer state on the device."""
+        return self.units.total("optimizer_bytes") if self.state_on_device else 0
+
+
+def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> Job:
+    """Return what the books need to know of `shape` trained with `recipe`."""
+    tokens = tokens_of(recipe, training=True, cpu_kernels=cpu_kernels)
+    return Job(
+        shape=shape,
+        recipe=recipe,
+        units=units_of(shape, recipe, ranks),
+        layer=layer_cost(shape.dims, tokens, checkpointed=recipe.activation_checkpointing),
+        final=final_cost(shape.dims, tokens, saving=True),
+        tables_bytes=tables_bytes(shape.dims, tokens),
+        mask_bytes=mask_bytes(shape.dims, tokens),
+        layer_gradient_bytes=layer_gradients(shape, recipe),
+    )
+
+
+class Run:
+    """A job and its books; `ends_only` skips the layers between the ends, where no peak lies.
+
+    All that differs from one layer to the next is linear in the layer's index, so the largest of
+    equal layers is among the first three or the last three.
+    """
+
+    def __init__(self, job: Job, books: Books, *, ends_only: bool) -> None:
+        self.job, self.books, self.ends_only = job, books, ends_only
+
+    def indices(self) -> list[int]:
+        """Return the layers to visit, in the order of the forward pass."""
+        count = self.job.num_layers
+        if not self.ends_only or count <= 6:
+            return list(range(count))
+        return [0, 1, 2, count - 3, count - 2, count - 1]
+
+    def saved_before(self, index: int) -> int:
+        """Activations held when layer `index` begins forward, over the first layer's input."""
+        layer = self.job.layer
+        if self.job.recipe.activation_checkpointing:
+            return index * layer.input_bytes
+        # The embedding's output has a name in the model's forward until that returns.
+        return index * layer.saved_bytes + (layer.input_bytes if index else 0)
+
+    def saved_at(self, index: int) -> int:
+        """Activations held while layer `index` runs backward, over the first layer's input."""
+        layer = self.job.layer
+        if self.job.recipe.activation_checkpointing:
+            return index * layer.input_bytes
+        # Nothing but what layers saved: the first layer's input was only passing through.
+        return (index + 1) * layer.saved_bytes - layer.input_bytes
+
+    def saved_after(self, index: int) -> int:
+        """Activations held once layer `index` has run backward, the gradient of its input among them.
+
+        A checkpointed layer's own input is gone by then.
+        """
+        layer = self.job.layer
+        if self.job.recipe.activation_checkpointing:
+            return index * layer.input_bytes
+        return index * layer.saved_bytes
+
+    def kept_bytes(self, layers: int) -> int:
+        """Whole parameters of `layers` layers that stay gathered after their forward pass."""
+        if not (self.job.keeps_whole and self.job.layered):
+            return 0
+        return layers * self.job.units.layers[0].whole_parameter_bytes

@@ -1,0 +1,65 @@
+"""The optimizer step written into the books: state as it is created, and what the update needs."""
+
+from __future__ import annotations
+
+from services.shared.memory.recipe import Optimizer, OptimizerImpl, Recipe
+from services.shared.memory.run import Run
+from services.shared.memory.sharding import Units
+from services.shared.memory.tape import rounded
+
+# Live float32 and integer temporaries, in bytes an element, at the worst moment of the update of one
+# piece; counted by a dry run of services/shared/fsdp/{adamw_bf16,adafactor}.py.
+_ADAMW_BF16_BYTES = 30
+_ADAFACTOR_BYTES = {4: 12, 2: 20}
+_BF16_CHUNK_ELEMENTS = 16 * 2**20  # services/shared/fsdp/adamw_bf16.py: CHUNK_ELEMENTS
+# Both moments, parameter and gradient in float32 while 8-bit blocks are taken apart and put
+# together again (torchao's low-bit AdamW, uncompiled); estimated from its source, not traced.
+_ADAMW_8BIT_BYTES = 16
+
+
+def write_update(run: Run, *, first: bool) -> None:
+    """Write the update of all parameters, unless each was updated in backward."""
+    books, job = run.books, run.job
+    if job.recipe.optimizer_in_backward or not job.state_on_device:
+        books.optimizer, books.gradients = job.state_bytes, 0
+        return
+    if first and not run.ends_only:
+        _create_state(run)
+    books.optimizer = job.state_bytes
+    largest = max(unit.largest_piece_elements for unit in job.units.all)
+    books.mark(
+        "all",
+        None,
+        "optimizer temporaries",
+        request_bytes=rounded(largest * job.recipe.parameters.size_bytes),
+        temporaries=update_temporaries(job.recipe, job.units),
+    )
+    books.gradients = 0
+
+
+def update_temporaries(recipe: Recipe, units: Units) -> int:
+    """Return the bytes that the update of all parameters allocates for a moment."""
+    p = recipe.parameters.size_bytes
+    largest = max(unit.largest_piece_elements for unit in units.all)
+    if recipe.optimizer is Optimizer.ADAMW_BF16:
+        return _ADAMW_BF16_BYTES * min(largest, _BF16_CHUNK_ELEMENTS)
+    if recipe.optimizer is Optimizer.ADAFACTOR:
+        return _ADAFACTOR_BYTES[p] * largest
+    if recipe.optimizer is Optimizer.ADAMW_8BIT:
+        return _ADAMW_8BIT_BYTES * largest
+    if recipe.optimizer is Optimizer.SGD or recipe.optimizer_impl is OptimizerImpl.FUSED:
+        return 0
+    if recipe.optimizer_impl is OptimizerImpl.FOREACH:
+        # torch/optim/adamw.py: the square roots of all second moments at once.
+        return units.total("parameter_bytes")
+    return 2 * rounded(p * largest)
+
+
+def _create_state(run: Run) -> None:
+    """Write the first step's state as it grows, unit by unit."""
+    books, width = run.books, run.job.recipe.parameters.size_bytes
+    books.optimizer = 0
+    for unit in run.job.units.all:
+        books.optimizer += unit.optimizer_bytes
+        request = rounded(unit.largest_piece_elements * width)
+        books.mark(unit.name, None, "optimizer state", request_bytes=request)
