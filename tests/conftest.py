@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from services.cli.servers import Server, start_postgres, start_valkey
+from services.shared.jobs.migrations.upgrade import migrate
 
 _TEMPLATE = "stillhouse"  # the database that start_postgres makes, migrated once a session
 _numbers = itertools.count(1)
@@ -33,8 +34,6 @@ def postgres(servers_dir: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def migrated(postgres: Server) -> Server:
     """The same Postgres after all migrations of `stillhouse`, the template of every test's database."""
-    from services.shared.jobs.migrations.upgrade import migrate
-
     migrate(postgres.url)
     return postgres
 

@@ -1,10 +1,11 @@
 """Runs a command that must not outlive its parent; standard library alone, run as a script.
 
-    python -I -S guard.py [--signal SIGKILL] [--parent PID] [--user NAME] [--nodes 0,0,4,4] COMMAND...
+    python -I -S guard.py [--signal SIGKILL] [--parent PID] [--user NAME] COMMAND...
 
 The guard asks the kernel for a signal at its parent's death (PR_SET_PDEATHSIG survives exec, not
 fork), then replaces itself by the command. A script, because the same done in `preexec_fn` runs
-Python in a forked child of a process with threads.
+Python in a forked child of a process with threads. Ranks get no options, since torchrun's parser
+stumbles over those of its scripts; their NUMA nodes come in STILLHOUSE_NUMA_NODES, by local rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import ctypes
 import os
 import pwd
+import resource
 import signal
 import sys
 
@@ -33,7 +35,6 @@ def main() -> None:
     parser.add_argument("--signal", default="SIGKILL", choices=[s.name for s in signal.Signals])
     parser.add_argument("--parent", type=int, default=0)
     parser.add_argument("--user")
-    parser.add_argument("--nodes")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if options.user:
@@ -42,15 +43,17 @@ def main() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.Signals[options.signal].value, 0, 0, 0)
     if options.parent and os.getppid() != options.parent:
         sys.exit("guard: the parent died before its command started")
-    command = options.command
-    if options.nodes:
-        command = _bound(command, options.nodes.split(","), int(os.environ.get("LOCAL_RANK", "0")))
+    # A core dump of a rank is gigabytes in the working directory, once per crash.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    command = _bound(options.command)
     os.execvp(command[0], command)
 
 
-def _bound(command: list[str], nodes: list[str], local_rank: int) -> list[str]:
-    """Return the command under numactl; `preferred`, since a strict bind can exhaust one node."""
-    node = nodes[local_rank] if local_rank < len(nodes) else ""
+def _bound(command: list[str]) -> list[str]:
+    """Return a rank's command under numactl; `preferred`, since a strict bind can exhaust a node."""
+    nodes = os.environ.get("STILLHOUSE_NUMA_NODES", "").split(",")
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    node = nodes[int(local_rank)] if local_rank and int(local_rank) < len(nodes) else ""
     if not node:
         return command
     return ["numactl", f"--cpunodebind={node}", f"--preferred={node}", *command]

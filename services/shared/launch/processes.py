@@ -16,16 +16,14 @@ GUARD = Path(__file__).with_name("guard.py")
 
 # Every process of one run carries this variable, whatever became of its parents.
 RUN_MARK = "STILLHOUSE_RUN_MARK"
+# What the guard of a rank reads (see guard.py): NUMA nodes by local rank, '' for none.
+NUMA_NODES = "STILLHOUSE_NUMA_NODES"
 
 
 def guarded(command: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL) -> list[str]:
     """Return the command that runs `command` and gets `death_signal` when its parent dies."""
-    return [
-        sys.executable,
-        *("-I", "-S", str(GUARD)),
-        *("--signal", death_signal.name),
-        *command,
-    ]
+    options = [] if death_signal == signal.SIGKILL else ["--signal", death_signal.name]
+    return [sys.executable, "-I", "-S", str(GUARD), *options, *command]
 
 
 def start_process(
@@ -86,13 +84,26 @@ def stop_process(
 
 
 def kill_all(members: Sequence[psutil.Process]) -> None:
-    """Kill the processes that still live and wait until they are gone."""
+    """Kill the processes that still live and wait until none of them runs.
+
+    Our own child is left for its Popen to reap: whoever reaps it learns its exit code.
+    """
     for member in members:
         try:
             member.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(members, timeout=10)
+    deadline = time.monotonic() + 10
+    while any(is_alive(member) for member in members) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs; one that only waits to be reaped does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -113,8 +124,12 @@ def marked(mark: str) -> list[psutil.Process]:
 
 def wait_until_gone(pid: int, *, seconds: float) -> bool:
     """Return whether the process `pid`, not a child of ours, ends in time."""
+    try:
+        process = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return True
     deadline = time.monotonic() + seconds
-    while psutil.pid_exists(pid):
+    while is_alive(process):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

@@ -1,0 +1,157 @@
+"""What this machine's device files and vendor tools say: the kind of device, and its NUMA nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+class DeviceKind(str, Enum):
+    """A family of devices with one runtime and one way to name its cards."""
+
+    CPU = "cpu"
+    DCU = "dcu"
+    ROCM = "rocm"
+    CUDA = "cuda"
+    NPU = "npu"
+
+    __str__ = str.__str__
+
+
+_PREFIXES = {
+    "cpu": DeviceKind.CPU,
+    **dict.fromkeys(("k100", "k500", "bw", "z100", "dcu", "hcu"), DeviceKind.DCU),
+    **dict.fromkeys(("mi", "rocm"), DeviceKind.ROCM),
+    **dict.fromkeys(("910", "ascend"), DeviceKind.NPU),
+}
+
+
+def kind_of(device: str) -> DeviceKind:
+    """Return the family of a device kind's name (`stillhouse plan --device`); CUDA unless known."""
+    for prefix, kind in _PREFIXES.items():
+        if device.lower().startswith(prefix):
+            return kind
+    return DeviceKind.CUDA
+
+
+def kind_here(root: Path = Path("/")) -> DeviceKind:
+    """Return the family of devices that this machine carries, by its device files.
+
+    A DCU and an AMD card share /dev/kfd; the vendor's driver directory tells them apart.
+    """
+    if (root / "dev/kfd").exists():
+        hygon = any((root / path).exists() for path in ("opt/hyhal", "opt/dtk", "usr/local/hyhal"))
+        return DeviceKind.DCU if hygon or (root / "dev/mkfd").exists() else DeviceKind.ROCM
+    if (root / "dev/nvidiactl").exists():
+        return DeviceKind.CUDA
+    return DeviceKind.CPU
+
+
+def numa_nodes(kind: DeviceKind) -> dict[int, int]:
+    """Return the NUMA node of each physical card as the vendor's own tool tells; {} if it does not."""
+    if kind is DeviceKind.DCU:
+        return parse_numa_topology(_ask("hy-smi", "--showtoponuma", "--json"))
+    if kind is DeviceKind.ROCM:
+        return parse_numa_topology(_ask("rocm-smi", "--showtoponuma", "--json"))
+    if kind is DeviceKind.CUDA:
+        return _nvidia_nodes(
+            _ask("nvidia-smi", "--query-gpu=index,pci.bus_id", "--format=csv,noheader")
+        )
+    return {}
+
+
+def parse_numa_topology(text: str) -> dict[int, int]:
+    """Read `{"card0": {"(Topology) Numa Node": "0"}, ...}`, noise before it and ANSI codes allowed."""
+    nodes = {}
+    for name, values in first_json_object(text).items():
+        card = re.search(r"(\d+)", str(name))
+        if card is None or not isinstance(values, Mapping):
+            continue
+        for key, value in values.items():
+            if "numa node" in str(key).lower() and str(value).strip().isdigit():
+                nodes[int(card.group(1))] = int(value)
+    return nodes
+
+
+def first_json_object(text: str) -> dict[str, Any]:
+    """Return the first JSON object in a tool's output, or {}; warnings may stand before it."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    decoder = json.JSONDecoder()
+    for match in re.finditer(r"\{", plain):
+        try:
+            value, _ = decoder.raw_decode(plain, match.start())
+        except json.JSONDecodeError:
+            continue
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def why_not_bind(status: str | None = None) -> str | None:
+    """Return why ranks cannot be bound to NUMA nodes here, or None where they can.
+
+    Containers refuse the system calls behind numactl without CAP_SYS_NICE.
+    """
+    if shutil.which("numactl") is None:
+        return "numactl is not installed"
+    text = status if status is not None else Path("/proc/self/status").read_text()
+    held = re.search(r"^CapEff:\s*([0-9a-f]+)", text, re.MULTILINE)
+    if held is None or not int(held.group(1), 16) >> 23 & 1:  # CAP_SYS_NICE, linux/capability.h
+        return "CAP_SYS_NICE is not held (container: cap_add SYS_NICE)"
+    return None
+
+
+def allowed_nodes(status: str | None = None) -> set[int]:
+    """Return the NUMA nodes whose memory this process may use (its cpuset)."""
+    text = status if status is not None else Path("/proc/self/status").read_text()
+    found = re.search(r"^Mems_allowed_list:\s*(\S+)", text, re.MULTILINE)
+    nodes: set[int] = set()
+    for part in found.group(1).split(",") if found else []:
+        first, _, last = part.partition("-")
+        nodes.update(range(int(first), int(last or first) + 1))
+    return nodes
+
+
+def find_tool(name: str) -> str | None:
+    """Return the path of a vendor's tool; Hygon's lies outside the PATH."""
+    return shutil.which(name) or shutil.which(name, path="/opt/hyhal/bin:/usr/local/hyhal/bin")
+
+
+def _ask(tool: str, *arguments: str) -> str:
+    path = find_tool(tool)
+    if path is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [path, *arguments], capture_output=True, text=True, check=False, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def _nvidia_nodes(table: str) -> dict[int, int]:
+    nodes = {}
+    for line in table.splitlines():
+        index, _, bus = line.partition(",")
+        # nvidia-smi prints 00000000:0A:00.0, the kernel names the device 0000:0a:00.0.
+        address = bus.strip().lower().removeprefix("0000")
+        try:
+            node = int(Path("/sys/bus/pci/devices", address, "numa_node").read_text())
+        except (OSError, ValueError):
+            continue
+        if node >= 0:
+            nodes[int(index)] = node
+    return nodes
+
+
+def cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))

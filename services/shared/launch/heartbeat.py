@@ -1,0 +1,86 @@
+"""What the worker tells the database while the ranks run: that it lives, and how far they are."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import structlog
+
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.state import Phase
+from services.shared.jobs.views import Beat, Claim
+
+log = structlog.get_logger(__name__)
+
+
+class Ledger(Protocol):
+    """The part of `jobs.store.Store` that a heartbeat needs."""
+
+    def heartbeat(
+        self,
+        claim: Claim,
+        *,
+        phase: Phase | None,
+        progress: dict[str, Any] | None,
+        lease_seconds: float,
+    ) -> Beat:
+        """Renew the lease of the claim and copy progress."""
+
+
+class Heartbeat:
+    """Renews the lease of one claim and copies what rank 0 has reported since the last beat."""
+
+    def __init__(
+        self, store: Ledger, claim: Claim, *, run: RunDirectory, lease_seconds: float
+    ) -> None:
+        self._store = store
+        self._claim = claim
+        self._run = run
+        self._lease_seconds = lease_seconds
+        self._offset = 0
+
+    def beat(self) -> Beat:
+        """Tell the newest progress; return what the worker is to do.
+
+        A database that does not answer loses nothing: nobody else can claim the job through it
+        either, so the ranks go on and the next beat tells more.
+        """
+        offset, updates = self._news()
+        answer = Beat.CONTINUE
+        try:
+            for phase, progress in updates:
+                answer = self._store.heartbeat(
+                    self._claim,
+                    phase=phase,
+                    progress=progress,
+                    lease_seconds=self._lease_seconds,
+                )
+                if answer is Beat.LOST:
+                    return answer
+        except Unavailable as error:
+            log.warning("heartbeat_failed", job_id=self._claim.job_id, error=str(error))
+            return Beat.CONTINUE
+        self._offset = offset
+        return answer
+
+    def _news(self) -> tuple[int, list[tuple[Phase | None, dict[str, Any] | None]]]:
+        """Return where reading ended, and the updates to send: at least one, to renew the lease.
+
+        Ordinary lines melt into one update; a new phase and an evaluation each keep their own, since
+        each becomes an event.
+        """
+        offset = self._offset
+        updates: list[tuple[Phase | None, dict[str, Any] | None]] = []
+        phase: Phase | None = None
+        melted: dict[str, Any] = {}
+        for end, record in read_records(self._run.progress, ProgressRecord, offset=offset):
+            offset = end
+            if melted and (record.phase != phase or "evaluation" in melted):
+                updates.append((phase, melted))
+                melted = {}
+            phase = record.phase
+            melted |= record.model_dump(mode="json", exclude_none=True, exclude={"phase"})
+        if melted or not updates:
+            updates.append((phase, melted or None))
+        return offset, updates

@@ -1,0 +1,204 @@
+"""One attempt from the start of its ranks to the death of the last of them."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from services.shared.jobs.rundir import RunDirectory, RunInput, StopRequest, write_json
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.views import Beat, Claim
+from services.shared.launch.oom_counter import OomCounters
+from services.shared.launch.processes import (
+    family,
+    kill_all,
+    marked,
+    start_process,
+)
+from services.shared.launch.torchrun import Launch
+
+log = structlog.get_logger(__name__)
+
+StopReason = Literal["cancelled", "handed_back", "timed_out"]
+
+_TICK_SECONDS = 0.2
+# torchrun passes SIGTERM to its ranks and kills what is left after 30 s (elastic agent, 2.5 to 2.13).
+_TERMINATE_SECONDS = 35.0
+
+
+class Force(str, Enum):
+    """How far the worker had to go to end the ranks."""
+
+    NONE = "none"
+    TERMINATED = "terminated"
+    KILLED = "killed"
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the worker knows when no rank lives any more; the run directory tells the rest."""
+
+    exit_code: int  # of torchrun, negative for a signal
+    stop: StopReason | None = None  # what the worker asked for
+    force: Force = Force.NONE
+    oom_killed: bool | None = None  # whether the kernel counted a kill; None where nobody counts
+    seconds: float = 0.0
+
+
+def prepare(claim: Claim, *, settings: JobSettings) -> RunDirectory:
+    """Write the inputs of one attempt into its run directory. Raises OSError."""
+    run = RunDirectory(settings.run_dir(claim.job_id, claim.attempt))
+    run.path.mkdir(parents=True, exist_ok=True)
+    if claim.plan is not None:
+        write_json(run.plan, claim.plan)
+    write_json(
+        run.spec,
+        RunInput(
+            job_id=claim.job_id,
+            attempt=claim.attempt,
+            spec=claim.spec,
+            dataset_dir=claim.dataset_dir,
+            unlabelled_dirs=claim.unlabelled_dirs,
+            model_dir=claim.model_dir,
+            teacher_dir=claim.teacher_dir,
+            resume_dir=claim.resume_dir,
+            recipe=claim.recipe,
+            cache_dir=settings.signals_dir,
+        ),
+    )
+    return run
+
+
+def supervise(
+    launch: Launch,
+    *,
+    run: RunDirectory,
+    beat: Callable[[], Beat],
+    stopping: Callable[[], bool],
+    settings: JobSettings,
+    timeout_seconds: float,
+) -> Ending | None:
+    """Run the ranks and return how they ended, or None when the job is no longer ours.
+
+    `beat` is called every `heartbeat_seconds`; `stopping` tells whether this worker is shutting
+    down. Whatever happens here, exceptions included, no process of the run is left.
+    """
+    watch = _Watch(run, settings=settings, timeout_seconds=timeout_seconds)
+    process = start_process(launch.command, log=run.log, env=launch.env, cwd=_project_dir())
+    try:
+        while process.poll() is None:
+            if watch.is_beat_due():
+                watch.look(process)
+                if watch.answer(beat()) is Beat.LOST:
+                    return None
+            if stopping():
+                watch.ask("handed_back")
+            watch.press(process)
+            _wait(process, _TICK_SECONDS)
+        last = beat()  # the final lines of progress, and a lease that covers the verdict
+        return None if last is Beat.LOST else watch.ending(process.returncode)
+    finally:
+        end_everything(process, run)
+
+
+def end_everything(process: subprocess.Popen[bytes], run: RunDirectory) -> None:
+    """Kill torchrun, its ranks and their children, wherever they hang in the process tree.
+
+    Ranks lead sessions of their own, so no signal to a group reaches them; and a rank that outlives
+    torchrun is nobody's child. The mark in their environment finds them all.
+    """
+    kill_all(family(process))
+    process.wait()
+    left = marked(str(run.path))
+    if left:
+        log.warning("ranks_left", run=str(run.path), pids=[member.pid for member in left])
+        kill_all(left)
+
+
+class _Watch:
+    """The clocks of one run: beats, the time limit, and how hard to press ranks that must end."""
+
+    def __init__(self, run: RunDirectory, *, settings: JobSettings, timeout_seconds: float) -> None:
+        self._run = run
+        self._settings = settings
+        self._started = time.monotonic()
+        self._timeout_at = self._started + timeout_seconds
+        self._beat_at = self._started
+        self._stop: StopReason | None = None
+        self._force = Force.NONE
+        self._press_at = float("inf")
+        self._counters = OomCounters()
+        self._counters.look(["self"])
+
+    def look(self, process: subprocess.Popen[bytes]) -> None:
+        """Note the memory cgroups of the ranks while they live."""
+        self._counters.look(member.pid for member in family(process))
+
+    def is_beat_due(self) -> bool:
+        if time.monotonic() < self._beat_at:
+            return False
+        self._beat_at = time.monotonic() + self._settings.heartbeat_seconds
+        return True
+
+    def answer(self, beat: Beat) -> Beat:
+        """Act on the database's answer to a heartbeat."""
+        if beat is Beat.CANCEL:
+            self.ask("cancelled")
+        return beat
+
+    def ask(self, reason: StopReason) -> None:
+        """Ask the ranks, once, to save and leave; a cancellation outdoes a shutdown's request."""
+        if self._stop == reason or self._stop in ("cancelled", "timed_out"):
+            return
+        if self._stop is None:
+            write_json(self._run.stop, StopRequest(reason=reason))
+            self._press_at = time.monotonic() + self._settings.stop_grace_seconds
+        self._stop = reason
+        log.info("stop_requested", run=str(self._run.path), reason=reason)
+
+    def press(self, process: subprocess.Popen[bytes]) -> None:
+        """Go one step further with ranks that do not end in the time they were given."""
+        now = time.monotonic()
+        if now > self._timeout_at:
+            self._timeout_at = float("inf")
+            self.ask("timed_out")
+        if now < self._press_at:
+            return
+        if self._force is Force.NONE:
+            self._force = Force.TERMINATED
+            self._press_at = now + _TERMINATE_SECONDS
+            process.terminate()
+        else:
+            self._force = Force.KILLED
+            self._press_at = float("inf")
+            kill_all(family(process))
+
+    def ending(self, exit_code: int) -> Ending:
+        return Ending(
+            exit_code=exit_code,
+            stop=self._stop,
+            force=self._force,
+            oom_killed=self._counters.killed(),
+            seconds=time.monotonic() - self._started,
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _project_dir() -> Path:
+    """Return the directory from which `services` imports, for a checkout that is not installed."""
+    return Path(__file__).resolve().parents[3]

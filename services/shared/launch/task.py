@@ -1,0 +1,172 @@
+"""What a worker does with one message: load, run, apply. No database session is open meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import structlog
+
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.state import Reason
+from services.shared.jobs.store import Store
+from services.shared.jobs.views import Claim, Finished, Ticket
+from services.shared.launch.heartbeat import Heartbeat
+from services.shared.launch.postmortem import examine_memory
+from services.shared.launch.supervise import prepare, supervise
+from services.shared.launch.torchrun import plan_launch
+from services.shared.launch.verdict import reach_verdict
+
+log = structlog.get_logger(__name__)
+
+# A result that took days to compute outlives a restart of the database.
+_APPLY_SECONDS = 600.0
+
+
+def run_job(
+    job_id: str,
+    *,
+    store: Store,
+    module: str,
+    worker: str,
+    stopping: Callable[[], bool],
+    send: Callable[[Ticket], object],
+) -> None:
+    """Claim the job, run `module` on its ranks, apply the outcome, send the jobs it released.
+
+    A duplicate or late message finds nothing to claim and is dropped.
+    """
+    claim = store.claim(job_id, worker=worker, lease_seconds=store.settings.lease_seconds)
+    if claim is None:
+        log.info("nothing_to_claim", job_id=job_id)
+        return
+    log.info("claimed", job_id=job_id, attempt=claim.attempt)
+    outcome = claim.problem or _run(claim, store=store, module=module, stopping=stopping)
+    if outcome is None:
+        log.warning("lease_lost", job_id=job_id, attempt=claim.attempt)
+        return
+    finished = _apply(claim, outcome, store=store)
+    log.info(
+        "finished",
+        job_id=job_id,
+        attempt=claim.attempt,
+        end=outcome.end,
+        reason=outcome.reason,
+        applied=finished.applied,
+    )
+    for ticket in finished.to_send:
+        send(ticket)
+
+
+def _run(
+    claim: Claim, *, store: Store, module: str, stopping: Callable[[], bool]
+) -> Outcome | None:
+    """Run the ranks and judge their end; None when the lease was lost."""
+    settings = store.settings
+    run = RunDirectory(settings.run_dir(claim.job_id, claim.attempt))
+    try:
+        run = prepare(claim, settings=settings)
+        launch = plan_launch(
+            module,
+            run.path,
+            resources=claim.spec.resources,
+            environment=os.environ,
+            offloads=claim.recipe.get("offload", "none") != "none",
+        )
+        for warning in launch.warnings:
+            log.warning("launch", job_id=claim.job_id, message=warning)
+        heartbeat = Heartbeat(store, claim, run=run, lease_seconds=settings.lease_seconds)
+        ending = supervise(
+            launch,
+            run=run,
+            beat=heartbeat.beat,
+            stopping=stopping,
+            settings=settings,
+            timeout_seconds=claim.spec.timeout_seconds,
+        )
+        if ending is None:
+            return None
+        outcome = reach_verdict(
+            run,
+            ending,
+            examine=lambda blame: examine_memory(blame, claim=claim, run=run, ending=ending),
+            may_retry=claim.spec.on_out_of_memory == "retry",
+        )
+        return _publish(outcome, run.export, settings.model_dir(claim.model_id))
+    except OSError as error:
+        return _disk_failure(error, run.path)
+
+
+def _publish(outcome: Outcome, export: Path, destination: Path) -> Outcome:
+    """Move the finished artifact to its place among the models. Raises OSError.
+
+    One rename: a model is there whole or not at all.
+    """
+    if outcome.end is not End.SUCCEEDED:
+        return outcome
+    if not export.is_dir():
+        return outcome.model_copy(
+            update={
+                "end": End.FAILED,
+                "reason": Reason.CRASHED,
+                "message": f"The ranks reported success but left no artifact in {export}.",
+            }
+        )
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    export.rename(destination)
+    return outcome
+
+
+def _apply(claim: Claim, outcome: Outcome, *, store: Store) -> Finished:
+    """Apply the outcome, waiting for a database that is away; then drop what nobody needs."""
+    finished = _finish(claim, outcome, store=store)
+    settings = store.settings
+    if outcome.end is End.SUCCEEDED and not finished.applied:
+        shutil.rmtree(settings.model_dir(claim.model_id), ignore_errors=True)
+    if outcome.end is End.SUCCEEDED and finished.applied:
+        _drop_checkpoints(settings.runs_dir / claim.job_id)
+    return finished
+
+
+def _finish(claim: Claim, outcome: Outcome, *, store: Store) -> Finished:
+    deadline = time.monotonic() + _APPLY_SECONDS
+    pause = 1.0
+    while True:
+        try:
+            return store.finish(claim, outcome)
+        except Unavailable as error:
+            if time.monotonic() > deadline:
+                raise
+            log.warning("finish_waits", job_id=claim.job_id, error=str(error))
+            time.sleep(pause)
+            pause = min(pause * 2, 30.0)
+
+
+def _drop_checkpoints(attempts: Path) -> None:
+    """Remove the checkpoints of a job whose model is registered: hundreds of gigabytes at 32B."""
+    for run in _directories(attempts):
+        shutil.rmtree(RunDirectory(run).checkpoints, ignore_errors=True)
+
+
+def _directories(path: Path) -> Iterable[Path]:
+    return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+
+
+def _disk_failure(error: OSError, run_dir: Path) -> Outcome:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Outcome(
+            end=End.FAILED,
+            reason=Reason.DISK_FULL,
+            message=f"No space is left for {run_dir}: free some and retry the job.",
+        )
+    return Outcome(
+        end=End.FAILED,
+        reason=Reason.LAUNCH_FAILED,
+        message=f"The worker could not run the job in {run_dir}: {error}",
+    )

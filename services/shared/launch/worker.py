@@ -1,0 +1,74 @@
+"""A Celery worker for one kind of job: one at a time, with the sweep beside it; no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+import structlog
+from celery import Celery
+from celery.signals import worker_shutting_down
+
+from services.shared.jobs.queue import TASK, make_celery, send
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.store import Store, open_store
+from services.shared.jobs.sweep import sweep
+from services.shared.launch.task import run_job
+
+log = structlog.get_logger(__name__)
+
+
+def serve(queue: str, *, module: str) -> None:
+    """Work off `queue` until SIGTERM: each message runs `module` on the ranks of one job.
+
+    The pool is `solo`: the task runs in the main thread, whose death takes torchrun with it, and a
+    second job on the same devices is impossible.
+    """
+    settings = JobSettings()
+    app = make_celery(settings)
+    store = open_store(settings)
+    worker = f"{queue}@{socket.gethostname()}:{os.getpid()}"
+    stopping = threading.Event()
+
+    def note_shutdown(**_: object) -> None:
+        stopping.set()
+
+    worker_shutting_down.connect(note_shutdown, weak=False)
+    register(app, store=store, module=module, worker=worker, stopping=stopping.is_set)
+    sweeper = threading.Thread(
+        target=_sweep_until, args=(stopping,), kwargs={"app": app, "store": store}, daemon=True
+    )
+    sweeper.start()
+    arguments = ["worker", "--queues", queue, "--pool", "solo", "--concurrency", "1"]
+    arguments += ["--hostname", f"{queue}@%h", "--loglevel", "INFO"]
+    arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
+    app.worker_main(arguments)
+
+
+def register(
+    app: Celery, *, store: Store, module: str, worker: str, stopping: Callable[[], bool]
+) -> None:
+    """Make the application know the one task there is."""
+
+    def run(job_id: str) -> None:
+        run_job(
+            job_id,
+            store=store,
+            module=module,
+            worker=worker,
+            stopping=stopping,
+            send=lambda ticket: send(app, *ticket),
+        )
+
+    app.task(name=TASK)(run)
+
+
+def _sweep_until(stopping: threading.Event, *, app: Celery, store: Store) -> None:
+    """Look for lost jobs and lost messages every `sweep_seconds`, whatever happens meanwhile."""
+    while not stopping.wait(store.settings.sweep_seconds):
+        try:
+            sweep(store, app)
+        except Exception as error:  # noqa: BLE001  (the thread's boundary: report and go on)
+            log.warning("sweep_failed", error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,66 @@
+import os
+import pwd
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.shared.launch.processes import GUARD
+
+
+def _run(*options: str, command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-I", "-S", str(GUARD), *options, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        **kwargs,
+    )
+
+
+def test_the_guard_becomes_its_command_with_the_commands_own_options() -> None:
+    done = _run(command=["sh", "-c", "echo $0 $@; exit 3", "a", "--signal", "-x"])
+    assert (done.stdout, done.returncode) == ("a --signal -x\n", 3)
+
+
+def test_the_kernel_is_asked_for_the_chosen_signal() -> None:
+    ask = (
+        "import ctypes; n = ctypes.c_int();"
+        " ctypes.CDLL(None).prctl(2, ctypes.byref(n)); print(n.value)"
+    )
+    assert _run("--signal", "SIGINT", command=[sys.executable, "-c", ask]).stdout == "2\n"
+
+
+def test_a_command_whose_parent_is_already_dead_does_not_start() -> None:
+    done = _run("--parent", "1" if os.getpid() != 1 else "2", command=["echo", "started"])
+    assert (done.stdout, done.returncode) == ("", 1)
+    assert "the parent died" in done.stderr
+
+
+def test_no_core_is_dumped() -> None:
+    assert _run(command=["sh", "-c", "ulimit -S -c"]).stdout == "0\n"
+
+
+def test_each_rank_is_bound_to_its_own_node_and_prefers_its_memory(tmp_path: Path) -> None:
+    numactl = tmp_path / "numactl"
+    numactl.write_text('#!/bin/sh\necho "$@"\n')
+    numactl.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOCAL_RANK": "1"}
+    env["STILLHOUSE_NUMA_NODES"] = "0,4,"
+    done = _run(command=["rank"], env=env)
+    assert done.stdout == "--cpunodebind=4 --preferred=4 rank\n"
+    free = _run(command=["echo", "free"], env=env | {"LOCAL_RANK": "2"})
+    assert free.stdout == "free\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_user_keeps_the_right_to_pass_closed_directories_and_no_other(
+    tmp_path: Path,
+) -> None:
+    user = pwd.getpwnam("nobody")
+    (tmp_path / "closed").mkdir(mode=0o700)
+    (tmp_path / "closed" / "file").write_text("seen")
+    script = f"id -u; cat {tmp_path}/closed/file; chown 0 {tmp_path}/closed/file || echo refused"
+    done = _run("--user", "nobody", command=["sh", "-c", script])
+    assert done.stdout.split() == [str(user.pw_uid), "seenrefused"]

@@ -1,0 +1,114 @@
+import json
+from pathlib import Path
+from typing import Any
+
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.spec import TeacherSpec
+from services.shared.jobs.state import Phase
+from services.shared.jobs.views import Beat, Claim
+from services.shared.launch.heartbeat import Heartbeat
+
+
+class FakeStore:
+    """Keeps what it is told; the real store's part in this is tested with Postgres."""
+
+    def __init__(self, *answers: Beat | Unavailable) -> None:
+        self.told: list[tuple[Phase | None, dict[str, Any] | None]] = []
+        self._answers = list(answers)
+
+    def heartbeat(
+        self,
+        claim: Claim,
+        *,
+        phase: Phase | None,
+        progress: dict[str, Any] | None,
+        lease_seconds: float,
+    ) -> Beat:
+        answer = self._answers.pop(0) if self._answers else Beat.CONTINUE
+        if isinstance(answer, Unavailable):
+            raise answer
+        self.told.append((phase, progress))
+        return answer
+
+
+def _heartbeat(store: FakeStore, run: RunDirectory) -> Heartbeat:
+    spec = TeacherSpec.model_validate(
+        {"kind": "teacher", "dataset_id": "ds_1", "model": {"path": "m"}}
+    )
+    claim = Claim(
+        job_id="job_1",
+        attempt=1,
+        token="t",
+        spec=spec,
+        recipe={},
+        plan=None,
+        model_id="mdl_1",
+        dataset_dir=run.path,
+        unlabelled_dirs=[],
+        model_dir=None,
+        teacher_dir=None,
+        resume_dir=None,
+        problem=None,
+    )
+    return Heartbeat(store, claim, run=run, lease_seconds=60)
+
+
+def _report(run: RunDirectory, **fields: Any) -> None:
+    with run.progress.open("a") as file:
+        file.write(json.dumps({"time": 1.0} | fields) + "\n")
+
+
+def test_a_beat_without_news_still_renews_the_lease(tmp_path: Path) -> None:
+    store = FakeStore()
+    assert _heartbeat(store, RunDirectory(tmp_path)).beat() is Beat.CONTINUE
+    assert store.told == [(None, None)]
+
+
+def test_lines_since_the_last_beat_melt_into_the_newest_values(tmp_path: Path) -> None:
+    run, store = RunDirectory(tmp_path), FakeStore()
+    heartbeat = _heartbeat(store, run)
+    _report(run, phase="training", step=1, loss=2.0)
+    _report(run, phase="training", step=2)
+    heartbeat.beat()
+    _report(run, phase="training", step=3)
+    heartbeat.beat()
+    told = [(phase, progress and progress | {"time": 0}) for phase, progress in store.told]
+    assert told == [
+        (Phase.TRAINING, {"time": 0, "step": 2, "loss": 2.0}),
+        (Phase.TRAINING, {"time": 0, "step": 3}),
+    ]
+
+
+def test_each_phase_and_each_evaluation_is_told_by_itself(tmp_path: Path) -> None:
+    run, store = RunDirectory(tmp_path), FakeStore()
+    _report(run, phase="loading")
+    _report(run, phase="training", step=1)
+    _report(run, phase="evaluating", evaluation={"heads": {"a": 1}})
+    _report(run, phase="evaluating", evaluation={"heads": {"a": 2}})
+    _heartbeat(store, run).beat()
+    assert [(phase, (progress or {}).get("evaluation")) for phase, progress in store.told] == [
+        (Phase.LOADING, None),
+        (Phase.TRAINING, None),
+        (Phase.EVALUATING, {"heads": {"a": 1}}),
+        (Phase.EVALUATING, {"heads": {"a": 2}}),
+    ]
+
+
+def test_a_database_that_is_away_loses_no_news(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    store = FakeStore(Unavailable("away"))
+    heartbeat = _heartbeat(store, run)
+    _report(run, phase="training", step=5)
+    assert heartbeat.beat() is Beat.CONTINUE
+    heartbeat.beat()
+    assert [progress and progress["step"] for _, progress in store.told] == [5]
+
+
+def test_a_lost_lease_ends_the_telling(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    store = FakeStore(Beat.LOST)
+    _report(run, phase="loading")
+    _report(run, phase="training")
+    assert _heartbeat(store, run).beat() is Beat.LOST
+    assert len(store.told) == 1
