@@ -12,7 +12,7 @@ from services.api import errors
 from services.api.body import BodyLimit
 from services.api.deps import Parts
 from services.api.openapi import describe
-from services.api.routes import health, jobs, models, plans, predict, runs
+from services.api.routes import datasets, health, jobs, models, plans, predict, runs
 from services.api.telemetry import InfoCollector, Observe
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -29,6 +29,7 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
     )
     app.state.parts = parts
     for router in (
+        datasets.router,
         plans.router,
         jobs.writes,
         jobs.reads,
@@ -39,7 +40,7 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
     ):
         app.include_router(router)
     errors.install(app)
-    describe(app)
+    describe(app, models=[errors.Problem, datasets.DatasetForm])
     parts.metrics.registry.register(InfoCollector(parts.predictor))
     app.add_middleware(BodyLimit, settings=parts.settings)
     app.add_middleware(Observe, metrics=parts.metrics)  # the outermost: it sees every answer

@@ -120,5 +120,8 @@ Cursor = Annotated[
     str | None,
     Query(max_length=200, pattern=r"^[A-Za-z0-9_=-]+$", description="`next_cursor` of a page."),
 ]
+SeqCursor = Annotated[
+    str | None, Query(pattern=r"^[0-9]{1,18}$", description="`next_cursor` of a page.")
+]
 ALIAS_PATTERN = r"^[a-z][a-z0-9_-]{0,63}$"
 Alias = Annotated[str, Query(pattern=ALIAS_PATTERN, description="The name models serve under.")]

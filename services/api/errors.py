@@ -1,7 +1,7 @@
 """Every error leaves as a problem document (RFC 9457): this is where it gets its words.
 
 A problem's `type` is a stable URN made of the slugs below; `title` belongs to the type, `detail` to
-the occurrence. Extension members: `errors` (field and message), `faults` and `warnings` (datasets),
+the occurrence. Extension members: `errors` (field and message), `faults` (datasets),
 `plan` (memory), `request_id` (server errors). HTTP words live in this room only.
 """
 
@@ -27,6 +27,7 @@ from services.api.serving.errors import (
     RefusedInput,
     RequestTooLarge,
 )
+from services.shared.datasets.upload import DatasetRejected
 from services.shared.jobs.errors import (
     Conflict,
     DoesNotFit,
@@ -37,6 +38,7 @@ from services.shared.jobs.errors import (
     StillhouseError,
     Unavailable,
 )
+from services.shared.memory import errors as memory
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +67,7 @@ TITLES: dict[str, tuple[int, str]] = {
     "overloaded": (429, "Too much is asked at once"),
     "internal": (500, "Something broke on the server"),
     "engine-failed": (500, "The model could not answer"),
+    "disk-full": (507, "The disk of the server is full"),
     "no-student": (503, "No model is promoted"),
     "unavailable": (503, "A part of the platform cannot be reached"),
 }
@@ -150,6 +153,8 @@ def install(app: FastAPI) -> None:
         ProblemError,
         StillhouseError,
         PredictionError,
+        memory.InvalidInput,
+        DatasetRejected,
         RequestValidationError,
         HTTPException,
     ):
@@ -157,7 +162,16 @@ def install(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return problem_response(as_problem(error), path=request.url.path)
+    problem = as_problem(error)
+    if problem.slug == "method-not-allowed":
+        problem.headers["Allow"] = ", ".join(_allowed(request))
+    return problem_response(problem, path=request.url.path)
+
+
+def _allowed(request: Request) -> list[str]:
+    # The router knows only the methods of the first route on a path, the document all of them.
+    operations = request.app.openapi()["paths"][request.scope["route"].path]
+    return [method.upper() for method in operations]
 
 
 def as_problem(error: Exception) -> ProblemError:
@@ -170,6 +184,10 @@ def as_problem(error: Exception) -> ProblemError:
         return _from_http(error)
     if isinstance(error, PredictionError):
         return _from_prediction(error)
+    if isinstance(error, DatasetRejected):
+        return _from_dataset(error)
+    if isinstance(error, memory.InvalidInput):
+        return invalid(error.field, str(error))
     return _from_stillhouse(error)
 
 
@@ -213,6 +231,14 @@ def _from_prediction(error: PredictionError) -> ProblemError:
             return ProblemError("unusable-text", str(error))
     log.error("engine_failed", error=str(error))
     return ProblemError("engine-failed", "The model could not answer; the server's log says more.")
+
+
+def _from_dataset(error: DatasetRejected) -> ProblemError:
+    faults = [
+        {**fault.model_dump(), "message": fault.message[:LONGEST_MESSAGE]} for fault in error.faults
+    ]
+    detail = f"The upload has {error.total} fault(s); the first: {error.faults[0]}"
+    return ProblemError("invalid-dataset", detail, faults=faults, total_faults=error.total)
 
 
 def _from_http(error: HTTPException) -> ProblemError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -57,8 +58,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     """
     settings = settings or ApiSettings()
     keys = keys_for(settings)
-    for directory in (settings.datasets_dir, settings.runs_dir, settings.models_dir):
-        directory.mkdir(parents=True, exist_ok=True)
+    _make_directories(settings)
     metrics = Metrics()
     store = open_store(settings)
     celery = make_celery(settings)
@@ -90,6 +90,13 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
             store.engine.dispose()
 
     return create_app(parts, lifespan=lifespan)
+
+
+def _make_directories(settings: ApiSettings) -> None:
+    for name in ("datasets_dir", "runs_dir", "models_dir", "uploads_dir"):
+        getattr(settings, name).mkdir(parents=True, exist_ok=True)
+    # Uploads are spooled where there is room for them; a container's /tmp may be memory.
+    tempfile.tempdir = str(settings.uploads_dir)
 
 
 def _field(error: ErrorDetails) -> str:

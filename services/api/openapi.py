@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
-from services.api.errors import MEDIA_TYPE, TITLES, Problem
+from services.api.errors import MEDIA_TYPE, TITLES
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -29,8 +31,11 @@ def problems(*statuses: int) -> Responses:
     }
 
 
-def describe(app: FastAPI) -> None:
-    """Give the app an OpenAPI document that knows problems instead of FastAPI's own errors."""
+def describe(app: FastAPI, *, models: Sequence[type[BaseModel]]) -> None:
+    """Give the app an OpenAPI document that knows problems instead of FastAPI's own errors.
+
+    `models` are those that routes refer to by `$ref` alone.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -40,10 +45,27 @@ def describe(app: FastAPI) -> None:
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)
-            problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas.update(problem.pop("$defs"))
-            schemas["Problem"] = problem
+            for model in models:
+                schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                schemas.update(schema.pop("$defs", {}))
+                schemas[model.__name__] = schema
+            if app.state.parts.keys.is_open:
+                _drop_security(document)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def links(parameter: str, *operations: str) -> dict[str, Any]:
+    """Return OpenAPI links: the `id` of this response is the `parameter` of those operations."""
+    parameters = {parameter: "$response.body#/id"}
+    return {name: {"operationId": name, "parameters": parameters} for name in operations}
+
+
+def _drop_security(document: dict[str, Any]) -> None:
+    """Let the document of a server without keys ask for none."""
+    document["components"].pop("securitySchemes", None)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation.pop("security", None)

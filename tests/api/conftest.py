@@ -147,7 +147,8 @@ def _settings(database_url: str, tmp_path: Path, **more: Any) -> ApiSettings:
     roots = tmp_path / "roots"
     roots.mkdir()
     data_dir = tmp_path / "data"
-    data_dir.mkdir(exist_ok=True)
+    for name in ("datasets", "uploads"):
+        (data_dir / name).mkdir(parents=True)
     return ApiSettings(
         database_url=database_url,
         broker_url="redis://127.0.0.1:1/0",

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from services.api.body import screen_json
 from services.api.deps import Cursor, JobId, Limit, Parts, PartsDep
 from services.api.keys import Scope, requires
-from services.api.openapi import problems
+from services.api.openapi import links, problems
 from services.shared.jobs.job_rows import changed_spec
 from services.shared.jobs.spec import JobSpec, Recipe, Training
 from services.shared.jobs.state import JobState
@@ -49,7 +49,17 @@ _ACCEPTED: dict[int | str, dict[str, Any]] = {
                 "schema": {"type": "string"},
                 "description": "`true` where the key's job existed already.",
             },
-        }
+        },
+        "links": links(
+            "job_id",
+            "get_job",
+            "watch_job",
+            "get_job_log",
+            "get_job_memory",
+            "get_job_metrics",
+            "cancel_job",
+            "retry_job",
+        ),
     }
 }
 _EXAMPLE = {

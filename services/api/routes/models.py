@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.body import screen_json
-from services.api.deps import ALIAS_PATTERN, Cursor, Limit, ModelId, PartsDep
+from services.api.deps import ALIAS_PATTERN, Cursor, Limit, ModelId, PartsDep, SeqCursor
 from services.api.keys import Scope, requires
 from services.api.openapi import problems
 from services.shared.jobs.views import Kind, ModelView, Page, PromotionView
@@ -67,7 +67,12 @@ def promote_model(
 
 @router.get("/promotions", operation_id="list_promotions", dependencies=[Depends(requires(None))])
 def list_promotions(
-    parts: PartsDep, cursor: Cursor = None, limit: Limit = 50
+    parts: PartsDep,
+    alias: Annotated[
+        str | None, Query(pattern=ALIAS_PATTERN, description="Only promotions to this alias.")
+    ] = None,
+    cursor: SeqCursor = None,
+    limit: Limit = 50,
 ) -> Page[PromotionView]:
     """List promotions, the newest first; nothing is ever changed or removed."""
-    return parts.store.promotions(cursor=cursor, limit=limit)
+    return parts.store.promotions(alias=alias, cursor=cursor, limit=limit)

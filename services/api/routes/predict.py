@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from services.api.body import screen_json
@@ -18,11 +19,12 @@ from services.api.keys import Scope, requires
 from services.api.openapi import problems
 from services.api.serving.errors import NoStudent, TextTooLong, UnusableText
 from services.api.serving.prediction import Prediction, Score
+from services.shared.jobs.model_rows import DEFAULT_ALIAS
 
 router = APIRouter(
     tags=["predict"],
     dependencies=[Depends(requires(Scope.PREDICT)), Depends(screen_json)],
-    responses=problems(400, 401, 403, 413, 422, 429, 500, 503),
+    responses=problems(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
 
 _HEADERS = {
@@ -113,7 +115,9 @@ PredictAnswer = Ranked | dict[str, Ranked] | list[Ranked] | list[dict[str, Ranke
         }
     },
 )
-async def predict(body: PredictRequest, parts: PartsDep, alias: Alias = "default") -> JSONResponse:
+async def predict(
+    body: PredictRequest, parts: PartsDep, alias: Alias = DEFAULT_ALIAS
+) -> JSONResponse:
     texts = _texts(body.inputs)
     predictions = await _classify(
         texts, parts=parts, alias=alias, field="inputs", truncate=body.truncate, heads=body.heads
@@ -175,12 +179,12 @@ class ClassifyAnswer(BaseModel):
     "/v1/classify",
     operation_id="classify",
     summary="Classify texts (vLLM and SGLang shape)",
-    responses={200: {"model": ClassifyAnswer, "headers": _HEADERS}, **problems(404)},
+    responses={200: {"model": ClassifyAnswer, "headers": _HEADERS}},
 )
 async def classify(
-    body: ClassifyRequest, parts: PartsDep, alias: Alias = "default"
+    body: ClassifyRequest, parts: PartsDep, alias: Alias = DEFAULT_ALIAS
 ) -> JSONResponse:
-    student = _student(parts, alias)
+    student = await _student(parts, alias)
     if body.model not in (None, alias, student.name, student.version):
         raise ProblemError("not-found", f"The model {body.model!r} does not serve here now.")
     predictions = await _classify(
@@ -219,7 +223,7 @@ async def _classify(
     most = parts.settings.predict_most_texts
     if len(texts) > most:
         raise ProblemError("too-large", f"{len(texts)} texts; one request may have {most}.")
-    student = _student(parts, alias)
+    student = await _student(parts, alias)
     _chosen((head.name for head in student.heads), heads)
     try:
         predictions = await parts.predictor.predict(texts, truncate=truncate, alias=alias)
@@ -236,11 +240,13 @@ def _refused(error: TextTooLong | UnusableText, *, field: str) -> ProblemError:
     return ProblemError(slug, str(error), errors=[place])
 
 
-def _student(parts: Parts, alias: str) -> Student:
+async def _student(parts: Parts, alias: str) -> Student:
     student = parts.predictor.active(alias)
-    if student is None:
-        raise NoStudent(alias)
-    return student
+    if student is not None:
+        return student
+    if alias != DEFAULT_ALIAS and await run_in_threadpool(parts.store.active, alias) is None:
+        raise ProblemError("not-found", f"No model has ever been promoted to {alias!r}.")
+    raise NoStudent(alias)
 
 
 def _chosen(available: Iterable[str], wanted: list[str] | None) -> list[str]:

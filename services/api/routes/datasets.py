@@ -1,0 +1,169 @@
+"""Datasets: uploaded in one request, read row by row, stored whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import tempfile
+from pathlib import Path, PurePath
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.responses import Response
+
+from services.api.body import text_fault
+from services.api.deps import Cursor, DatasetId, Limit, Parts, PartsDep
+from services.api.errors import ProblemError, invalid
+from services.api.keys import Scope, requires
+from services.api.openapi import links, problems
+from services.shared.datasets.ingest import ingest
+from services.shared.datasets.upload import Format, Layout, format_of
+from services.shared.jobs.ids import new_id
+from services.shared.jobs.views import DatasetView, Page
+
+router = APIRouter(tags=["datasets"], responses=problems(401, 422, 500, 503))
+
+MOST_FIELDS = 16
+MOST_FIELD_BYTES = 64 * 1024
+_JSON_FIELDS = ("heads", "fractions")
+
+
+def _with_file(schema: dict[str, Any]) -> None:
+    schema["required"] = ["file"]
+    schema["properties"]["file"] = {
+        "type": "string",
+        "format": "binary",
+        "description": "JSONL or CSV in UTF-8, or Parquet.",
+    }
+
+
+class DatasetForm(Layout):
+    """The multipart form of an upload; `heads` and `fractions` are JSON texts."""
+
+    model_config = ConfigDict(json_schema_extra=_with_file)
+
+    name: Annotated[str, Field(min_length=1, max_length=120)] | None = Field(
+        None, description="The file's name if left out."
+    )
+    format: Format | None = Field(None, description="The file's ending if left out.")
+
+
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {"$ref": "#/components/schemas/DatasetForm"},
+                "encoding": {name: {"contentType": "application/json"} for name in _JSON_FIELDS},
+            }
+        },
+    }
+}
+
+
+@router.post(
+    "/datasets",
+    operation_id="create_dataset",
+    status_code=201,
+    dependencies=[Depends(requires(Scope.SUBMIT))],
+    openapi_extra=_FORM,
+    responses={
+        201: {
+            "headers": {"Location": {"schema": {"type": "string"}, "description": "The dataset."}},
+            "links": links("dataset_id", "get_dataset"),
+        },
+        **problems(400, 403, 413, 507),
+    },
+)
+async def create_dataset(request: Request, parts: PartsDep, response: Response) -> DatasetView:
+    """Read an upload row by row and store it; every fault is named by its line."""
+    try:
+        # Parsed here and not by the framework, so that nobody without a key makes us read a file.
+        async with request.form(
+            max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES
+        ) as fields:
+            file = fields.get("file")
+            if not isinstance(file, UploadFile):
+                raise invalid("file", "Send the dataset as `file` in a multipart form.")
+            stored = await run_in_threadpool(_store, file, _form(fields), parts=parts)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ProblemError("disk-full", "The server has no room for this upload.") from error
+    response.headers["Location"] = f"/datasets/{stored.id}"
+    return stored
+
+
+@router.get("/datasets", operation_id="list_datasets", dependencies=[Depends(requires(None))])
+def list_datasets(parts: PartsDep, cursor: Cursor = None, limit: Limit = 50) -> Page[DatasetView]:
+    """List datasets, the newest first."""
+    return parts.store.list_datasets(cursor=cursor, limit=limit)
+
+
+@router.get(
+    "/datasets/{dataset_id}",
+    operation_id="get_dataset",
+    dependencies=[Depends(requires(None))],
+    responses=problems(404),
+)
+def get_dataset(dataset_id: DatasetId, parts: PartsDep) -> DatasetView:
+    """Show a dataset: heads and their labels, rows of each split, warnings."""
+    return parts.store.dataset(dataset_id)
+
+
+def _form(fields: FormData) -> DatasetForm:
+    values: dict[str, Any] = {}
+    for field, value in fields.items():
+        if field == "file":
+            continue
+        if not isinstance(value, str):
+            raise invalid(field[:80], "Only `file` may be a file.")
+        if fault := text_fault(field + value):
+            raise invalid(field[:80], f"The field {fault}.")
+        values[field] = _json(field, value) if field in _JSON_FIELDS else value
+    try:
+        return DatasetForm.model_validate(values)
+    except ValidationError as error:
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+        raise RequestValidationError(faults, body=values) from error
+
+
+def _json(field: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(field, f"The field is not JSON: {error}") from error
+
+
+def _store(file: UploadFile, form: DatasetForm, *, parts: Parts) -> DatasetView:
+    filename = file.filename or ""
+    try:
+        format = form.format or format_of(filename)
+    except ValueError as error:
+        raise invalid("file", str(error)) from error
+    dataset_id = new_id("ds")
+    name = form.name or PurePath(filename).stem[:120] or dataset_id
+    if fault := text_fault(name):
+        raise invalid("file", f"The file's name {fault}; give a `name`.")
+    settings = parts.settings
+    with tempfile.NamedTemporaryFile(dir=settings.uploads_dir, suffix=f".{format}") as copy:
+        shutil.copyfileobj(file.file, copy, 1024 * 1024)
+        copy.flush()
+        card = ingest(
+            Path(copy.name),
+            format=format,
+            layout=form,
+            id=dataset_id,
+            name=name,
+            datasets_dir=settings.datasets_dir,
+        )
+    try:
+        return parts.store.add_dataset(card)
+    except BaseException:
+        shutil.rmtree(settings.dataset_dir(dataset_id), ignore_errors=True)
+        raise

@@ -1,0 +1,188 @@
+"""Uploads over HTTP: stored whole, or refused by line; never half."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from services.api.routes import datasets
+from services.shared.jobs.errors import Unavailable
+
+HEADS = json.dumps([{"name": "sentiment"}])
+
+
+def rows(count: int = 40) -> list[dict[str, str]]:
+    return [
+        {"text": f"第{number}条评论", "sentiment": ("good", "bad")[number % 2]}
+        for number in range(count)
+    ]
+
+
+def jsonl(records: list[Any]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in records).encode()
+
+
+def upload(client: Any, content: bytes, *, filename: str = "reviews.jsonl", **fields: str) -> Any:
+    form = {"heads": HEADS, **fields}
+    return client.post("/datasets", files={"file": (filename, content)}, data=form)
+
+
+def left_over(platform: Any) -> list[Path]:
+    settings = platform.settings
+    return [*settings.datasets_dir.iterdir(), *settings.uploads_dir.iterdir()]
+
+
+@pytest.fixture
+def client(platform: Any) -> Any:
+    return platform.client()
+
+
+def test_an_upload_is_stored_and_shown(client: Any, platform: Any) -> None:
+    response = upload(client, jsonl(rows()), name="reviews")
+    assert response.status_code == 201
+    card = response.json()
+    assert response.headers["location"] == f"/datasets/{card['id']}"
+    assert card["heads"] == [
+        {"name": "sentiment", "type": "single_label", "labels": ["bad", "good"]}
+    ]
+    assert sum(card["rows"].values()) == 40
+    assert client.get(f"/datasets/{card['id']}").json() == card
+    assert client.get("/datasets").json()["items"] == [card]
+    assert left_over(platform) == [platform.settings.dataset_dir(card["id"])]
+
+
+def test_csv_with_a_bom_and_parquet_are_read_too(client: Any) -> None:
+    csv = "text,sentiment\n" + "".join(f"{row['text']},{row['sentiment']}\n" for row in rows())
+    parquet = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows()), parquet)
+    for filename, content in [
+        ("a.csv", b"\xef\xbb\xbf" + csv.encode()),
+        ("a.parquet", parquet.getvalue()),
+    ]:
+        response = upload(client, content, filename=filename)
+        assert (response.status_code, response.json()["name"]) == (201, "a")
+
+
+def test_columns_and_fractions_are_the_callers_choice(client: Any) -> None:
+    records = [{"t": row["text"], "s": row["sentiment"]} for row in rows(200)]
+    response = upload(
+        client,
+        jsonl(records),
+        text_column="t",
+        heads=json.dumps([{"name": "sentiment", "column": "s"}]),
+        fractions=json.dumps({"train": 0.5, "validation": 0.25, "test": 0.25}),
+    )
+    assert response.json()["rows"]["train"] < 150
+
+
+def test_unlabelled_text_needs_no_heads(client: Any) -> None:
+    assert upload(client, jsonl(rows()), heads="[]").json()["heads"] == []
+
+
+def test_faults_are_named_by_line_and_nothing_is_stored(client: Any, platform: Any) -> None:
+    records = rows()
+    records[2]["text"] = " "
+    records[5]["sentiment"] = 3  # type: ignore[assignment]
+    response = upload(client, jsonl(records))
+    assert response.status_code == 422
+    body = response.json()
+    assert body["type"].endswith(":invalid-dataset")
+    assert [fault["line"] for fault in body["faults"]] == [3, 6]
+    assert body["total_faults"] == 2
+    assert left_over(platform) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"heads": "{"}, "heads"),
+        ({"heads": "[" * 100_0 + "]" * 100_0}, "heads"),
+        ({"heads": '[{"name": "1"}]'}, "heads.0.name"),
+        ({"heads": '[{"nam": "a"}]'}, "heads.0.name"),
+        ({"fractions": '{"train": 2}'}, "fractions.train"),
+        ({"fractions": '{"train": NaN}'}, "fractions.train"),
+        ({"format": "xls"}, "format"),
+        ({"name": ""}, "name"),
+        ({"name": "a\x00b"}, "name"),
+        ({"surprise": "x"}, "surprise"),
+    ],
+)
+def test_a_wrong_field_is_named(client: Any, fields: dict[str, str], named: str) -> None:
+    response = upload(client, jsonl(rows()), **fields)
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == named
+
+
+def test_an_unknown_ending_needs_a_format(client: Any) -> None:
+    response = upload(client, jsonl(rows()), filename="reviews.txt")
+    assert (response.status_code, response.json()["errors"][0]["field"]) == (422, "file")
+    assert upload(client, jsonl(rows()), filename="reviews.txt", format="jsonl").status_code == 201
+
+
+@pytest.mark.parametrize("filename", ["../../etc/passwd.jsonl", "a/b.jsonl", "页.jsonl"])
+def test_a_files_name_leads_nowhere(client: Any, platform: Any, filename: str) -> None:
+    response = upload(client, jsonl(rows()), filename=filename)
+    assert response.status_code == 201
+    assert left_over(platform) == [platform.settings.dataset_dir(response.json()["id"])]
+
+
+def test_a_form_without_a_file_is_refused(client: Any) -> None:
+    for response in (
+        client.post("/datasets", data={"heads": HEADS}),
+        client.post("/datasets", json={"file": "x"}),
+        client.post("/datasets"),
+        client.post("/datasets", files={"file": (None, "text")}),
+    ):
+        assert response.status_code == 422
+        assert response.json()["errors"][0]["field"] == "file"
+
+
+def test_a_broken_multipart_body_is_malformed(client: Any) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    response = client.post("/datasets", content=b"--y\r\nnonsense", headers=headers)
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/problem+json"
+
+
+def test_two_files_are_one_too_many(client: Any) -> None:
+    files = [("file", ("a.jsonl", b"{}")), ("file", ("b.jsonl", b"{}"))]
+    assert client.post("/datasets", files=files).status_code == 400
+
+
+def test_an_upload_over_the_limit_is_refused_while_it_streams(platform: Any) -> None:
+    more = {"upload_limit_bytes": 1000}
+    platform.settings = type(platform.settings)(**{**platform.settings.model_dump(), **more})
+    response = upload(platform.client(), jsonl(rows(200)))
+    assert response.status_code == 413
+    assert left_over(platform) == []
+
+
+def test_a_dataset_that_cannot_be_registered_leaves_no_files(
+    platform: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(card: Any) -> None:
+        raise Unavailable("away")
+
+    monkeypatch.setattr(platform.store, "add_dataset", away)
+    assert upload(platform.client(), jsonl(rows())).status_code == 503
+    assert left_over(platform) == []
+
+
+def test_a_full_disk_says_so(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(datasets, "ingest", full)
+    response = upload(platform.client(), jsonl(rows()))
+    assert (response.status_code, response.json()["type"]) == (
+        507,
+        "urn:stillhouse:problem:disk-full",
+    )
+    assert left_over(platform) == []
