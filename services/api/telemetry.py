@@ -106,9 +106,9 @@ class Observe:
 
         try:
             await self._app(scope, receive, observed)
-        except (
-            Exception
-        ) as error:  # the process boundary: reported here, and the client is answered
+        except ClientDisconnect:
+            pass  # nobody is left to answer
+        except Exception as error:  # the process boundary: it reports, and answers the client
             log.exception("request_failed", request_id=request_id, path=scope["path"])
             if status:  # too late for an answer; the server closes the connection
                 raise
