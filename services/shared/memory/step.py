@@ -16,13 +16,19 @@ from services.shared.memory.update import write_update
 STEPS = (1, 2)
 
 
-def timeline(job: Job, *, ends_only: bool, other_model_bytes: int = 0) -> list[Point]:
-    """Return the points of a job in the order they happen, steps 1 and 2 among them."""
+def timeline(job: Job, teacher: Job | None = None, *, ends_only: bool) -> list[Point]:
+    """Return the points of a job in the order they happen, steps 1 and 2 among them.
+
+    With a `teacher`, its shards lie beside the job all the time, and its forward pass comes before
+    each of the job's.
+    """
     books = Books()
-    books.other_model = other_model_bytes
     run = Run(job, books, ends_only=ends_only)
     _write_load(run)
-    write_steps(run, steps=STEPS)
+    if teacher is not None:
+        books.other_model = teacher.parameter_bytes
+    beside = None if teacher is None else Run(teacher, books, ends_only=ends_only)
+    write_steps(run, steps=STEPS, beside=beside)
     books.enter(Phase.EVALUATION)
     write_inference(run)
     books.enter(Phase.EXPORT)
@@ -30,13 +36,15 @@ def timeline(job: Job, *, ends_only: bool, other_model_bytes: int = 0) -> list[P
     return books.points
 
 
-def write_steps(run: Run, *, steps: Sequence[int]) -> None:
-    """Write the given training steps, counted from 1."""
+def write_steps(run: Run, *, steps: Sequence[int], beside: Run | None = None) -> None:
+    """Write the given training steps, counted from 1, a teacher's forward pass before each one."""
     books = run.books
     books.parameters = run.job.parameter_bytes
     for step in steps:
         for micro_batch in _micro_batches(run.job.recipe):
             books.enter(Phase.FORWARD, step=step, micro_batch=micro_batch)
+            if beside is not None:
+                write_inference(beside)
             write_forward(run, first=step == 1 and micro_batch == 0)
             books.enter(Phase.BACKWARD, step=step, micro_batch=micro_batch)
             write_backward(run)
