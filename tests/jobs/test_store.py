@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -143,22 +143,20 @@ def test_a_cursor_of_another_list_is_refused(house: House, cursor: str) -> None:
 
 
 @pytest.mark.parametrize("target", list(JobState))
-@pytest.mark.parametrize("source", list(JobState))
-def test_a_job_moves_only_where_the_table_has_an_arrow(
-    house: House, source: JobState, target: JobState
-) -> None:
-    job_id = house.in_state(source)
-    before = house.store.events(job_id)
+def test_a_job_moves_only_where_the_table_has_an_arrow(house: House, target: JobState) -> None:
     reason = Reason.CRASHED if target in (JobState.FAILED, JobState.CANCELLED) else None
-    columns: dict[str, object] = {}
+    columns: dict[str, Any] = {}
     if target is JobState.RUNNING:
         columns = {"token": "t", "worker": "w", "lease_until": "2100-01-01", "attempt": 9}
         columns |= {"started_at": "now"}
-    with transaction(house.store.engine) as session:
-        moved = move(session, job_id, target, reason=reason, **columns)
-    assert moved == (target in TRANSITIONS[source])
-    assert house.store.job(job_id).state == (target if moved else source)
-    assert len(house.store.events(job_id)) == len(before) + moved
+    for source in JobState:
+        job_id = house.in_state(source)
+        before = house.store.events(job_id)
+        with transaction(house.store.engine) as session:
+            moved = move(session, job_id, target, reason=reason, **columns)
+        assert moved == (target in TRANSITIONS[source]), source
+        assert house.store.job(job_id).state == (target if moved else source)
+        assert len(house.store.events(job_id)) == len(before) + moved
 
 
 @pytest.mark.parametrize("state", list(JobState))

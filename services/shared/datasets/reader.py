@@ -164,7 +164,7 @@ def _read_parquet(path: Path, *, columns: list[str]) -> Iterator[Record | Fault]
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
                 yield from _batch_records(batch, first_row)
                 first_row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: names not in UTF-8
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's fault, not the file's
         message = f"is not a readable Parquet file: {str(error).splitlines()[0][:300]}"

@@ -15,16 +15,14 @@ def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
     A relative path is looked for below each root in turn. Links are followed before the comparison,
     so neither `..` nor a link leads out. Raises InvalidInput naming the field.
     """
-    if "\x00" in path:
-        raise InvalidInput(f"{field}: a path holds no NUL character", field=field)
     real_roots = [root.resolve() for root in roots]
     for root in real_roots:
-        candidate = (root / path).resolve()  # an absolute path replaces the root
-        if any(candidate.is_relative_to(real) for real in real_roots) and candidate.is_dir():
+        candidate = _real_directory(root / path)  # an absolute path replaces the root
+        if candidate and any(candidate.is_relative_to(real) for real in real_roots):
             return candidate
     where = ", ".join(str(root) for root in roots) or "none is set (STILLHOUSE_MODEL_ROOTS)"
     raise InvalidInput(
-        f"{field}: there is no directory {path!r} below the model roots of this server ({where})",
+        f"{field}: there is no directory {path[:200]!r} below the model roots of this server ({where})",
         field=field,
     )
 
@@ -38,3 +36,11 @@ def latest_checkpoints(settings: JobSettings, attempts: list[tuple[str, int]]) -
         ):
             return checkpoints
     return None
+
+
+def _real_directory(path: Path) -> Path | None:
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):  # absent, too long, with a NUL, a loop of links
+        return None
+    return real if real.is_dir() else None
