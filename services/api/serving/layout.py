@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +64,17 @@ class Product(NamedTuple):
     bias: Tensor | None
 
 
-class Block(NamedTuple):
+ProductT = TypeVar("ProductT")
+
+
+@dataclass(frozen=True)
+class Block(Generic[ProductT]):
     """The weights of one block, fused; `products` by their names in `Layer`."""
 
     attention_norm: Tensor
     query_key_norm: Tensor | None
     mlp_norm: Tensor
-    products: Mapping[str, Product]
+    products: Mapping[str, ProductT]
 
 
 def why_not(config: Any, *, max_length: int) -> str | None:
@@ -127,7 +131,7 @@ def shape_of(classifier: Classifier) -> Shape:
     )
 
 
-def take_blocks(classifier: Classifier) -> Iterator[Block]:
+def take_blocks(classifier: Classifier) -> Iterator[Block[Product]]:
     """Yield the weights of each block, fused; each block is emptied when the next is asked for."""
     assert classifier.pooling is Pooling.LAST, "a decoder is read at its last token"
     blocks: list[Any] = transformer_layers(classifier)
@@ -154,7 +158,7 @@ def take_blocks(classifier: Classifier) -> Iterator[Block]:
             linear.weight = None
 
 
-def make_layer(block: Block, make: Callable[[Product], Linear]) -> Layer:
+def make_layer(block: Block[ProductT], make: Callable[[ProductT], Linear]) -> Layer:
     """Return a block whose products are ready to run."""
     products = {name: make(product) for name, product in block.products.items()}
     return Layer(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 
 import torch
@@ -9,19 +11,31 @@ import torch
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.engine import Engine, warm_up
 from services.api.serving.golden import check_golden
+from services.api.serving.int8 import Conversions, compiled_conversions, processor_has_int8
 from services.api.serving.layout import take_backbone, take_heads, why_not
 from services.api.serving.packed import PackedEngine
+from services.api.serving.pieces import Pieces, compiled_pieces
 from services.api.serving.prediction import Calibration
+from services.api.serving.prepared import load_backbone, prepared_weights, read_prepared
 from services.api.serving.promoted import Promoted
 from services.api.serving.settings import EngineChoice, ServingDtype, ServingSettings
 from services.api.serving.slot import ActiveStudent
 from services.api.serving.threads import use_threads
 from services.api.serving.transformers_engine import TransformersEngine
-from services.shared.model.artifact import Artifact, load_classifier, read_artifact, verify_artifact
+from services.shared.model.artifact import (
+    Artifact,
+    file_sha256,
+    load_classifier,
+    read_artifact,
+    read_heads,
+    verify_artifact,
+)
 from services.shared.model.tokens import load_tokenizer
 
 # Where heads.json does not say how long the texts of training were.
 DEFAULT_MAX_LENGTH = 512
+
+log = logging.getLogger(__name__)
 
 
 def load_student(promoted: Promoted, settings: ServingSettings) -> ActiveStudent:
@@ -62,10 +76,17 @@ def load_student(promoted: Promoted, settings: ServingSettings) -> ActiveStudent
 def build_engine(artifact: Artifact, settings: ServingSettings) -> Engine:
     """Return the engine that the settings, the artifact and the machine call for.
 
-    Raises ValueError where the settings name an engine that cannot run this backbone.
+    Raises ValueError where the settings name an engine that cannot run this student.
     """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
+    if settings.engine in (EngineChoice.AUTO, EngineChoice.PACKED_INT8):
+        obstacle = why_not_int8(artifact, device)
+        if obstacle is None:
+            return _int8_engine(artifact, settings, dtype)
+        if settings.engine is EngineChoice.PACKED_INT8:
+            raise ValueError(f"{artifact.directory} cannot be served in 8 bits: {obstacle}")
+        log.info("not in 8 bits: %s: %s", artifact.directory, obstacle)
     classifier = load_classifier(artifact.directory, device=device, dtype=dtype)
     max_length = artifact.max_length or DEFAULT_MAX_LENGTH
     obstacle = why_not(classifier.config, max_length=max_length)
@@ -80,6 +101,45 @@ def build_engine(artifact: Artifact, settings: ServingSettings) -> Engine:
     heads = take_heads(classifier)
     backbone = take_backbone(classifier, max_length=max_length)
     return PackedEngine(backbone, heads, threads=settings.threads)
+
+
+def why_not_int8(artifact: Artifact, device: torch.device) -> str | None:
+    """Say why an artifact may not be served in 8 bits here; None where it may."""
+    if device.type != "cpu" or not processor_has_int8():
+        return "the 8-bit engine runs on processors with oneDNN alone"
+    prepared = read_prepared(artifact.directory)
+    if prepared is None:
+        return "it was not prepared (python -m services.api.serving.prepare)"
+    failed = [name for name, head in prepared.heads.items() if not head.passed]
+    if failed:
+        return f"it lost too much on {', '.join(failed)} when it was prepared"
+    if file_sha256(prepared_weights(artifact.directory)) != prepared.weights_sha256:
+        return "the prepared weights are not those that passed"
+    return None
+
+
+def _int8_engine(artifact: Artifact, settings: ServingSettings, dtype: torch.dtype) -> Engine:
+    compiles = settings.compile and shutil.which("g++") is not None
+    weights = read_heads(artifact.directory, artifact.heads)
+    backbone = load_backbone(
+        artifact.directory,
+        max_length=artifact.max_length or DEFAULT_MAX_LENGTH,
+        dtype=dtype,
+        conversions=compiled_conversions() if compiles else Conversions(),
+    )
+    return PackedEngine(
+        backbone,
+        {
+            head.name: (
+                weights[f"{head.name}.weight"].to(dtype),
+                weights[f"{head.name}.bias"].to(dtype),
+            )
+            for head in artifact.heads
+        },
+        threads=settings.threads,
+        pieces=compiled_pieces() if compiles else Pieces(),
+        kind="packed-int8",
+    )
 
 
 def choose_device(name: str) -> torch.device:
