@@ -177,9 +177,11 @@ def test_a_remedy_that_does_not_exist_is_refused(
 
 
 def test_every_attempt_goes_on_from_the_latest_checkpoint(house: House) -> None:
-    def save(job_id: str, attempt: int) -> Path:
+    def save(job_id: str, attempt: int, *, complete: bool = True) -> Path:
         run = RunDirectory(house.settings.run_dir(job_id, attempt))
         (run.checkpoints / "step-10").mkdir(parents=True)
+        if complete:
+            (run.checkpoints / "step-10" / "COMPLETE").touch()
         return run.checkpoints
 
     first = house.running()
@@ -187,9 +189,7 @@ def test_every_attempt_goes_on_from_the_latest_checkpoint(house: House) -> None:
     house.store.hand_back(first)
     second = house.claim(first.job_id)
     assert second.resume_dir == saved
-    # The second attempt saved nothing whole: an aside directory does not count.
-    aside = RunDirectory(house.settings.run_dir(first.job_id, 2)).checkpoints / ".step-20.tmp"
-    aside.mkdir(parents=True)
+    save(first.job_id, 2, complete=False)
     house.store.finish(second, CRASHED)
     retry = house.claim(house.store.retry(first.job_id).id)
     assert retry.resume_dir == saved

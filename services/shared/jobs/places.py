@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.shared.jobs.errors import InvalidInput
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.rundir import COMPLETE, RunDirectory
 from services.shared.jobs.settings import JobSettings
 
 
@@ -28,12 +28,10 @@ def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
 
 
 def latest_checkpoints(settings: JobSettings, attempts: list[tuple[str, int]]) -> Path | None:
-    """Return the checkpoints directory of the first of (job id, attempt) that has saved any."""
+    """Return the checkpoints directory of the first of (job id, attempt) with a complete one."""
     for job_id, attempt in attempts:
         checkpoints = RunDirectory(settings.run_dir(job_id, attempt)).checkpoints
-        if checkpoints.is_dir() and any(
-            entry.is_dir() and not entry.name.startswith(".") for entry in checkpoints.iterdir()
-        ):
+        if any(checkpoints.glob(f"*/{COMPLETE}")):
             return checkpoints
     return None
 

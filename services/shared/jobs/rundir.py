@@ -7,7 +7,8 @@
     <run>/ranks/<k>/memory.jsonl   MemoryRecord, appended by rank k
     <run>/ranks/<k>/failure.json   Failure, written by rank k while failing
     <run>/report.json          Report, written last by rank 0: without it the run did not finish
-    <run>/checkpoints/  <run>/export/
+    <run>/checkpoints/<name>/COMPLETE   written last: without it the checkpoint does not count
+    <run>/export/
 
 Whole files appear by rename after fsync; a reader never sees half a file. Appended files may end in
 half a line, which readers skip.
@@ -25,6 +26,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import Phase, Reason
+
+
+COMPLETE = "COMPLETE"
 
 
 class _Record(BaseModel):
