@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from services.shared.memory.dimensions import BERT_LIKE, Dimensions, Family
 from services.shared.memory.layers import Tokens, play_final_norm, play_layer
@@ -11,8 +12,7 @@ from services.shared.memory.recipe import Attention, Recipe
 from services.shared.memory.tape import Moment, Tape, rounded
 
 
-@dataclass(frozen=True)
-class LayerCost:
+class LayerCost(NamedTuple):
     """One layer in bytes over what was alive when it began; moments are the rising maxima.
 
     The input is the caller's to count; the gradient of the output is counted in `backward`, and what
@@ -36,8 +36,7 @@ class LayerCost:
         return self.backward[-1].live_bytes
 
 
-@dataclass(frozen=True)
-class FinalCost:
+class FinalCost(NamedTuple):
     """What follows the last layer: the final norm, pooling, heads and loss."""
 
     forward: tuple[Moment, ...]
@@ -62,10 +61,10 @@ def tokens_of(recipe: Recipe, *, training: bool, cpu_kernels: bool) -> Tokens:
 def layer_cost(dims: Dimensions, tokens: Tokens, *, checkpointed: bool) -> LayerCost:
     """Return the cost of one layer of `dims` for `tokens`."""
     dims = replace(dims, num_layers=1, vocab_size=1)
-    size = tokens.count * dims.hidden_size * tokens.value_bytes
+    size = tokens.total * dims.hidden_size * tokens.value_bytes
     plain, _ = _forward(dims, tokens, size, saving=False)
     saving, saved = _forward(dims, tokens, size, saving=True)
-    evaluated = replace(tokens, training=False)
+    evaluated = tokens._replace(training=False)
     inference, _ = _forward(dims, evaluated, size, saving=False)
     return LayerCost(
         input_bytes=rounded(size),
@@ -79,7 +78,7 @@ def layer_cost(dims: Dimensions, tokens: Tokens, *, checkpointed: bool) -> Layer
 @lru_cache(maxsize=512)
 def final_cost(dims: Dimensions, tokens: Tokens, *, saving: bool) -> FinalCost:
     """Return the cost of what follows the last layer."""
-    size = tokens.count * dims.hidden_size * tokens.value_bytes
+    size = tokens.total * dims.hidden_size * tokens.value_bytes
     tape = Tape(saving=saving)
     x = tape.given(size, "last hidden state")
     out = play_final_norm(tape, dims, tokens, x)
@@ -106,7 +105,7 @@ def tables_bytes(dims: Dimensions, tokens: Tokens) -> int:
     rotary = 0
     if dims.family not in _WITHOUT_ROTARY:
         rotary = 2 * rounded(c * length * dims.head_dim)
-    return mask_bytes(dims, tokens) + rotary + 2 * rounded(8 * tokens.count)
+    return mask_bytes(dims, tokens) + rotary + 2 * rounded(8 * tokens.total)
 
 
 _WITHOUT_ROTARY = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.BLOOM, Family.OPT}
@@ -138,5 +137,5 @@ def _backward(
     saved = tape.live_bytes
     tape.restart()
     tape.play_backward(out, tape.op("incoming gradient", size))
-    records = [replace(m, live_bytes=m.live_bytes - saved) for m in tape.records]
+    records = [m._replace(live_bytes=m.live_bytes - saved) for m in tape.records]
     return tuple(moment for moment in records if moment.live_bytes > 0)

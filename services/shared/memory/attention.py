@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.shared.memory.recipe import Attention
 from services.shared.memory.tape import Gradient, Tape, Value
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """Which attention runs: the kernel asked for, and what decides its buffers."""
 
     asked: Attention
@@ -27,8 +26,7 @@ class Kernel:
         return self.asked
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(NamedTuple):
     """The sizes of one layer's heads, for one micro-batch."""
 
     batch: int

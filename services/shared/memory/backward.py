@@ -93,6 +93,7 @@ def _layer(run: Run, index: int, *, after: int) -> None:
     books.unsharded -= whole
     if reduces:
         _reduce(run, unit, index, ahead)
+        _keep_or_apply(run, unit, ahead)
 
 
 def _regather(run: Run, unit: UnitSizes, index: int) -> None:
@@ -172,7 +173,7 @@ def _embedding(run: Run, unit: UnitSizes) -> None:
         books.unsharded_gradients += unit.whole_gradient_bytes
         return
     _reduce(run, unit, None, 0)
-    _keep_or_apply(run, unit)
+    _keep_or_apply(run, unit, 0)
 
 
 def _root(run: Run) -> None:
@@ -200,13 +201,13 @@ def _root(run: Run) -> None:
     books.unsharded = 0
     if reduces:
         _reduce(run, root, None, 0)
-        _keep_or_apply(run, root)
+        _keep_or_apply(run, root, 0)
 
 
-def _keep_or_apply(run: Run, unit: UnitSizes) -> None:
+def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int) -> None:
     """Keep a unit's reduced gradient; with the optimizer in backward, apply it and let it go."""
-    books, job = run.books, run.job
-    if not job.recipe.optimizer_in_backward:
+    books, job, recipe = run.books, run.job, run.job.recipe
+    if not recipe.optimizer_in_backward or books.micro_batch < recipe.accumulate - 1:
         return
     if books.step == 1 and job.state_on_device:
         books.optimizer += unit.optimizer_bytes
@@ -216,7 +217,7 @@ def _keep_or_apply(run: Run, unit: UnitSizes) -> None:
         None,
         "optimizer state",
         request_bytes=unit.largest_piece_elements * job.recipe.parameters.size_bytes,
-        communication=held,
+        communication=ahead + held,
         temporaries=unit.gradient_bytes if job.on_device else 0,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class Family(str, Enum):
@@ -57,8 +58,7 @@ EXPERT_FAMILIES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Latent:
+class Latent(NamedTuple):
     """The low-rank projections of multi-head latent attention (DeepSeek V2 and V3)."""
 
     query_rank: int | None
@@ -68,8 +68,7 @@ class Latent:
     value_dim: int
 
 
-@dataclass(frozen=True)
-class Experts:
+class Experts(NamedTuple):
     """A mixture of experts; the first `dense_layers` layers keep an ordinary MLP."""
 
     num_experts: int

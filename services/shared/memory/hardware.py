@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.sizes import GIB, MIB, check_size
@@ -10,8 +11,7 @@ from services.shared.memory.sizes import GIB, MIB, check_size
 LARGEST_RANKS = 16_384
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """A kind of accelerator: what its driver reports, and what is never ours.
 
     `reserve_bytes` covers the runtime's context, collective buffers and library workspaces;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.shared.memory.hardware import Hardware
 from services.shared.memory.recipe import Loading, Offload, Recipe
@@ -20,8 +20,7 @@ LOADING_CHUNK_BYTES = 64 * MIB
 HOST_UNCERTAINTY_BYTES = 4 * GIB
 
 
-@dataclass(frozen=True)
-class HostPlan:
+class HostPlan(NamedTuple):
     """Bytes of the one host that all ranks share: always there, and the larger of the two moments.
 
     Loading and training do not happen together; `export` comes last, over what training holds.

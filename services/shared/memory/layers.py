@@ -8,7 +8,7 @@ dispatches (transformers 5.12 to 5.24, torch 2.5 and 2.13, CPU kernels for a fak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.shared.memory.attention import Heads, Kernel, attend
 from services.shared.memory.dimensions import (
@@ -30,8 +30,7 @@ PLANNED_FAMILIES = (
 )
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """What passes a layer: the batch, the compute width, and which kernels run."""
 
     batch: int
@@ -43,7 +42,7 @@ class Tokens:
     cpu_kernels: bool
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """Padded tokens of the micro-batch."""
         return self.batch * self.sequence_length
 
@@ -89,7 +88,7 @@ class _Layer:
 
     def __init__(self, tape: Tape, dims: Dimensions, tokens: Tokens, *, recompute: bool) -> None:
         self.tape, self.dims, self.tokens = tape, dims, tokens
-        self.count, self.value_bytes = tokens.count, tokens.value_bytes
+        self.count, self.value_bytes = tokens.total, tokens.value_bytes
         self.hidden_bytes = self.count * dims.hidden_size * self.value_bytes
         self.wide_bytes = self.count * dims.intermediate_size * self.value_bytes
         self.output_bytes = 0 if recompute else self.hidden_bytes

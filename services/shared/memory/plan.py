@@ -207,7 +207,7 @@ def plan_distillation(
     job, other = _job(student, student_recipe, hardware), _job(teacher, recipe, hardware)
     points = tuple(_points(job, other, ends_only=True))
     student_host, teacher_host = host_plan(job, hardware), host_plan(other, hardware)
-    host = replace(student_host, loading=student_host.loading + teacher_host.loading)
+    host = student_host._replace(loading=student_host.loading + teacher_host.loading)
     return Plan(student, student_recipe, hardware, job, other, points, host)
 
 

@@ -16,7 +16,12 @@ from services.shared.memory.activations import (
 )
 from services.shared.memory.recipe import Engine, Offload, Recipe, Sharding
 from services.shared.memory.shape import Shape
-from services.shared.memory.sharding import Units, layer_gradients, units_of
+from services.shared.memory.sharding import (
+    Units,
+    layer_gradients,
+    parameter_pieces,
+    units_of,
+)
 from services.shared.memory.timeline import Books
 
 
@@ -26,6 +31,7 @@ class Job:
 
     shape: Shape
     recipe: Recipe
+    ranks: int
     units: Units
     layer: LayerCost
     final: FinalCost
@@ -74,6 +80,11 @@ class Job:
         return self.units.total("gradient_bytes") if self.on_device else 0
 
     @cached_property
+    def pieces(self) -> list[tuple[str, int]]:
+        """Name and elements of this rank's parameters, in the model's order."""
+        return parameter_pieces(self.shape, self.recipe, self.ranks)
+
+    @cached_property
     def state_bytes(self) -> int:
         """This rank's optimizer state on the device."""
         return self.units.total("optimizer_bytes") if self.state_on_device else 0
@@ -85,6 +96,7 @@ def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> Jo
     return Job(
         shape=shape,
         recipe=recipe,
+        ranks=ranks,
         units=units_of(shape, recipe, ranks),
         layer=layer_cost(shape.dims, tokens, checkpointed=recipe.activation_checkpointing),
         final=final_cost(shape.dims, tokens, saving=True),

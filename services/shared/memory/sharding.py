@@ -7,8 +7,8 @@ rank an equal part of the flattened unit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from services.shared.memory.recipe import (
     Embedding,
@@ -25,8 +25,7 @@ from services.shared.memory.tape import rounded
 _STATE_BLOCK = 256
 
 
-@dataclass(frozen=True)
-class UnitSizes:
+class UnitSizes(NamedTuple):
     """One unit in bytes, on rank 0: `shard_*` is its own part, `whole_*` the unit unsharded."""
 
     name: str
@@ -46,8 +45,7 @@ class UnitSizes:
     largest_tensor_elements: int
 
 
-@dataclass(frozen=True)
-class Units:
+class Units(NamedTuple):
     """All sharding units of a model: the root, the embedding's own where it has one, the layers."""
 
     root: UnitSizes
@@ -81,11 +79,16 @@ def units_of(shape: Shape, recipe: Recipe, ranks: int) -> Units:
     divided = shard_ranks(recipe, ranks)
     own_embedding = recipe.embedding is Embedding.OWN and recipe.wrap is Wrap.LAYER
     root: list[Tensor] = []
-    layers = []
+    layers: list[UnitSizes] = []
     embedding = None
+    # Equal layers share their tensors: measure each kind once.
+    kinds: dict[int, UnitSizes] = {}
     for unit in shape.units:
         if unit.kind is UnitKind.LAYER and recipe.wrap is Wrap.LAYER:
-            layers.append(_sizes(unit.tensors, "layer", recipe, divided))
+            kind = id(unit.tensors)
+            if kind not in kinds:
+                kinds[kind] = _sizes(unit.tensors, "layer", recipe, divided)
+            layers.append(kinds[kind])
         elif unit.kind is UnitKind.EMBEDDING and own_embedding:
             # The word embedding alone is the module that is wrapped; positions stay in the root.
             embedding = _sizes(unit.tensors[:1], "embedding", recipe, divided)
@@ -93,6 +96,22 @@ def units_of(shape: Shape, recipe: Recipe, ranks: int) -> Units:
         else:
             root.extend(unit.tensors)
     return Units(_sizes(tuple(root), "root", recipe, divided), embedding, tuple(layers), divided)
+
+
+def parameter_pieces(shape: Shape, recipe: Recipe, ranks: int) -> list[tuple[str, int]]:
+    """Return (name, elements on rank 0) of every parameter, in the order of `model.parameters()`."""
+    divided = shard_ranks(recipe, ranks)
+    layered = recipe.wrap is Wrap.LAYER
+    outside = [t for unit in shape.units if unit.kind is not UnitKind.LAYER for t in unit.tensors]
+    if not layered:
+        outside = [tensor for unit in shape.units for tensor in unit.tensors]
+    held = [(t.name, count) for t, count in pieces(outside, recipe.engine, divided)]
+    in_front = len(shape.embedding.tensors)
+    found = held[:in_front]
+    if layered:
+        for unit in shape.layers:
+            found += [(t.name, n) for t, n in pieces(unit.tensors, recipe.engine, divided)]
+    return found + held[in_front:]
 
 
 def layer_gradients(shape: Shape, recipe: Recipe) -> int:
@@ -116,7 +135,6 @@ def pieces(tensors: Sequence[Tensor], engine: Engine, ranks: int) -> Iterator[tu
         left -= held
 
 
-@lru_cache(maxsize=4096)
 def _sizes(tensors: tuple[Tensor, ...], name: str, recipe: Recipe, ranks: int) -> UnitSizes:
     return _measure(
         tensors,

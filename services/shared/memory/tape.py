@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # torch's caching allocator counts in blocks of 512 bytes (c10/cuda/CUDACachingAllocator.cpp).
 ALLOCATION_BYTES = 512
@@ -24,8 +25,7 @@ def rounded(size_bytes: int) -> int:
 _NEVER_FREED = 1 << 30
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """A new maximum: bytes alive, of which weight gradients, and the request that made it so."""
 
     live_bytes: int
@@ -46,8 +46,7 @@ class Value:
         self.holders = 1
 
 
-@dataclass(frozen=True)
-class Gradient:
+class Gradient(NamedTuple):
     """What an operation hands back for one input: a new tensor, or its own output's gradient.
 
     `extra_bytes` are alive only while it is computed; `alias` passes the incoming gradient on.

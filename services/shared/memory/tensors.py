@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import NamedTuple
 
 from services.shared.memory.dimensions import BERT_LIKE, Dimensions, Family
 
@@ -21,8 +21,7 @@ class UnitKind(str, Enum):
     __str__ = str.__str__
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One parameter; its name is relative to the unit it belongs to."""
 
     name: str
@@ -34,8 +33,7 @@ class Tensor:
         return prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Parameters that stand together in the model: a layer, the embedding, the heads."""
 
     kind: UnitKind

@@ -23,8 +23,8 @@ def write_update(run: Run, *, first: bool) -> None:
     if job.recipe.optimizer_in_backward or not job.state_on_device:
         books.optimizer, books.gradients = job.state_bytes, 0
         return
-    if first and not run.ends_only:
-        _create_state(run)
+    if not run.ends_only and job.recipe.optimizer in _TORCH_ADAMW:
+        _write_tensor_by_tensor(run, first=first)
     books.optimizer = job.state_bytes
     largest = max(unit.largest_piece_elements for unit in job.units.all)
     books.mark(
@@ -55,11 +55,24 @@ def update_temporaries(recipe: Recipe, units: Units) -> int:
     return 2 * rounded(p * largest)
 
 
-def _create_state(run: Run) -> None:
-    """Write the first step's state as it grows, unit by unit."""
-    books, width = run.books, run.job.recipe.parameters.size_bytes
-    books.optimizer = 0
-    for unit in run.job.units.all:
-        books.optimizer += unit.optimizer_bytes
-        request = rounded(unit.largest_piece_elements * width)
-        books.mark(unit.name, None, "optimizer state", request_bytes=request)
+# State and temporaries of these are created in the order of the parameters.
+_TORCH_ADAMW = frozenset({Optimizer.ADAMW})
+
+
+def _write_tensor_by_tensor(run: Run, *, first: bool) -> None:
+    """Write AdamW's two moments as they are created, then foreach's square roots as they are."""
+    books, job, width = run.books, run.job, run.job.recipe.parameters.size_bytes
+    sizes = [(name, rounded(width * count)) for name, count in job.pieces]
+    if first:
+        books.optimizer = 0
+        for name, size in sizes:
+            for moment in ("exp_avg", "exp_avg_sq"):
+                books.optimizer += size
+                books.mark("all", None, f"{moment} of {name}", request_bytes=size)
+    books.optimizer = job.state_bytes
+    if job.recipe.optimizer_impl is OptimizerImpl.FOREACH:
+        roots = 0
+        for name, size in sizes:
+            roots += size
+            what = f"square root for {name}"
+            books.mark("all", None, what, request_bytes=size, temporaries=roots)

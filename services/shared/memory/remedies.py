@@ -1,0 +1,296 @@
+"""The ladder of changes that make a job fit, the least loss of fidelity first.
+
+The first rungs change no number that the training computes; then come optimizers that keep less;
+then the host, at the price of time. A rung is offered only where it makes the job fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from services.shared.memory.hardware import Hardware
+from services.shared.memory.plan import Plan, Verdict, plan
+from services.shared.memory.recipe import (
+    Attention,
+    Embedding,
+    Engine,
+    Offload,
+    Optimizer,
+    OptimizerImpl,
+    Precision,
+    Prefetch,
+    Recipe,
+    Sharding,
+    Wrap,
+)
+from services.shared.memory.shape import Shape
+
+Changes = dict[str, Any]
+
+# A rung that lowers the peak by less than half a percent is not worth its cost in a set.
+_WORTHWHILE = 0.995
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One recipe that fits: what to change, what it takes, what it costs.
+
+    `changes` holds the fields of `Recipe` to replace, as JSON values; `lossless` says that the
+    training computes the same numbers but for the order of sums.
+    """
+
+    changes: Changes
+    change: str
+    costs: str
+    lossless: bool
+    plan: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the alternative as plain JSON values."""
+        return {
+            "change": self.change,
+            "changes": dict(self.changes),
+            "peak_bytes": self.plan.peak_bytes,
+            "peak_phase": str(self.plan.peak_phase),
+            "verdict": str(self.plan.verdict),
+            "host_peak_bytes": self.plan.host.peak_bytes,
+            "host_verdict": str(self.plan.host_verdict),
+            "lossless": self.lossless,
+            "costs": self.costs,
+        }
+
+
+def alternatives(shape: Shape, recipe: Recipe, hardware: Hardware) -> tuple[Alternative, ...]:
+    """Return the changes of `recipe` that fit `hardware`, the least loss of fidelity first.
+
+    Every rung is tried alone; the lossless ones also together as far as each helps, and the later
+    ones on top of them where alone they do not suffice.
+    """
+    ladder = _Ladder(shape, recipe, hardware)
+    lossless = list(_lossless(recipe))
+    for rung in lossless:
+        ladder.offer(rung)
+    together = ladder.climb(lossless)
+    lossy = list(_smaller_state(recipe))
+    for rung in lossy:
+        if not ladder.offer(rung):
+            ladder.offer(*together, rung)
+    smallest = lossy[:1]
+    for rung in _host(recipe):
+        if not (ladder.offer(rung) or ladder.offer(*together, rung)):
+            ladder.offer(*together, *smallest, rung)
+    return tuple(ladder.found)
+
+
+def choose(shape: Shape, recipe: Recipe, hardware: Hardware) -> Plan | None:
+    """Return the plan of `recipe` where it fits, else of the first alternative; None without any.
+
+    A plan that fits is preferred over one that is tight, within the same fidelity.
+    """
+    own = plan(shape, recipe, hardware)
+    if own.runs and own.verdict is Verdict.FITS:
+        return own
+    offered = alternatives(shape, recipe, hardware)
+    comfortable = [a.plan for a in offered if a.lossless and a.plan.verdict is Verdict.FITS]
+    if comfortable:
+        return comfortable[0]
+    if own.runs:
+        return own
+    return offered[0].plan if offered else None
+
+
+@dataclass(frozen=True)
+class _Rung:
+    changes: Changes
+    change: str
+    costs: str
+    lossless: bool = True
+
+
+class _Ladder:
+    """Tries sets of rungs on one job and keeps those that fit."""
+
+    def __init__(self, shape: Shape, recipe: Recipe, hardware: Hardware) -> None:
+        self.shape, self.recipe, self.hardware = shape, recipe, hardware
+        self.found: list[Alternative] = []
+        self._base = plan(shape, recipe, hardware)
+        self._tried = {recipe: self._base}
+
+    def offer(self, *rungs: _Rung) -> bool:
+        """Keep the set where it fits and takes less than the recipe as it is; say whether it does."""
+        changes = _merged(rungs)
+        changed = self.recipe.with_changes(changes)
+        if changed in self._tried:
+            return self._tried[changed].runs
+        result = self._try(changed)
+        if not result.runs or not self._saves_host_or_device(result):
+            return False
+        self.found.append(
+            Alternative(
+                changes=_plain(changes),
+                change="; ".join(rung.change for rung in rungs),
+                costs="; ".join(rung.costs for rung in rungs),
+                lossless=all(rung.lossless for rung in rungs),
+                plan=result,
+            )
+        )
+        return True
+
+    def climb(self, rungs: list[_Rung]) -> tuple[_Rung, ...]:
+        """Take rungs in order, each that lowers the peak on top of the others; offer each height."""
+        taken: tuple[_Rung, ...] = ()
+        lowest = self._base.peak_bytes
+        for rung in rungs:
+            changed = self.recipe.with_changes(_merged((*taken, rung)))
+            peak = self._try(changed).peak_bytes
+            if peak > lowest * _WORTHWHILE:
+                continue
+            taken, lowest = (*taken, rung), peak
+            if len(taken) > 1:
+                self._tried.pop(changed)
+                self.offer(*taken)
+        return taken
+
+    def _try(self, recipe: Recipe) -> Plan:
+        if recipe not in self._tried:
+            self._tried[recipe] = plan(self.shape, recipe, self.hardware)
+        return self._tried[recipe]
+
+    def _saves_host_or_device(self, result: Plan) -> bool:
+        if result.recipe.offload is not Offload.NONE and result.host_verdict is Verdict.UNKNOWN:
+            return False  # nobody said that the host holds it
+        relieved = not self._base.runs and self._base.verdict is not Verdict.DOES_NOT_FIT
+        return relieved or result.peak_bytes < self._base.peak_bytes
+
+
+def _lossless(recipe: Recipe) -> Iterator[_Rung]:
+    """Yield what leaves every computed number as it is, the cheapest in time first."""
+    yield from _sharding(recipe)
+    if not recipe.activation_checkpointing:
+        yield _Rung(
+            {"activation_checkpointing": True},
+            "recompute activations (activation checkpointing)",
+            "about a third more compute: every layer runs forward twice",
+        )
+    if recipe.attention is not Attention.SDPA:
+        yield _Rung(
+            {"attention": Attention.SDPA},
+            "fused attention (sdpa)",
+            "faster; needs a flash or memory-efficient kernel on the device",
+        )
+    if recipe.optimizer is Optimizer.ADAMW and recipe.optimizer_impl is OptimizerImpl.FOREACH:
+        yield _Rung(
+            {"optimizer_impl": OptimizerImpl.FUSED},
+            "fused AdamW",
+            "faster; no temporary of the parameters' size in the update",
+        )
+    if not recipe.optimizer_in_backward and recipe.accumulate == 1:
+        yield _Rung(
+            {"optimizer_in_backward": True},
+            "apply the optimizer in backward",
+            "no gradient is kept; the norm is clipped unit by unit, and no step can be skipped",
+        )
+    if recipe.embedding is Embedding.ROOT and recipe.wrap is Wrap.LAYER:
+        yield _Rung(
+            {"embedding": Embedding.OWN},
+            "a sharding unit of its own for the embedding",
+            "one more gather a pass",
+        )
+    yield from _smaller_batches(recipe)
+
+
+def _sharding(recipe: Recipe) -> Iterator[_Rung]:
+    if recipe.engine is Engine.DDP:
+        yield _Rung(
+            {"engine": Engine.FSDP2, "sharding": Sharding.FULL},
+            "shard parameters, gradients and optimizer state (FSDP)",
+            "parameters are gathered layer by layer in forward and in backward",
+        )
+    elif recipe.sharding is not Sharding.FULL:
+        yield _Rung(
+            {"sharding": Sharding.FULL, "shard_ranks": None},
+            "shard fully over all ranks",
+            "one more gather of every layer a step",
+        )
+    if recipe.wrap is Wrap.ROOT:
+        yield _Rung(
+            {"wrap": Wrap.LAYER},
+            "one sharding unit a layer",
+            "one gather a layer, none of the whole",
+        )
+    if not recipe.reduce_each and recipe.accumulate > 1:
+        yield _Rung(
+            {"reduce_each": True},
+            "reduce the gradients of every micro-batch",
+            f"{recipe.accumulate} reductions a step instead of one",
+        )
+    if recipe.prefetch is not Prefetch.NONE:
+        yield _Rung({"prefetch": Prefetch.NONE}, "no backward prefetch", "gathers wait their turn")
+
+
+def _smaller_batches(recipe: Recipe) -> Iterator[_Rung]:
+    """Yield halved micro-batches of the same global batch."""
+    divisor = 2
+    while divisor <= recipe.micro_batch:
+        if recipe.micro_batch % divisor == 0:
+            micro, accumulate = recipe.micro_batch // divisor, recipe.accumulate * divisor
+            yield _Rung(
+                {"micro_batch": micro, "accumulate": accumulate},
+                f"micro-batches of {micro}, {accumulate} of them a step (the same global batch)",
+                f"{divisor} times as many gathers; smaller matrix products",
+            )
+        divisor *= 2
+
+
+def _smaller_state(recipe: Recipe) -> Iterator[_Rung]:
+    """Yield optimizers that keep less, the closest to AdamW in float32 first."""
+    if recipe.optimizer is Optimizer.SGD:
+        return
+    if recipe.optimizer is Optimizer.ADAMW:
+        yield _Rung(
+            {"optimizer": Optimizer.ADAMW_BF16, "parameters": Precision.BFLOAT16},
+            "AdamW with parameters and moments in bfloat16, stochastic rounding",
+            "right on average but noisier: 8 bits of mantissa in parameters and moments",
+            lossless=False,
+        )
+    if recipe.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_BF16):
+        yield _Rung(
+            {"optimizer": Optimizer.ADAFACTOR},
+            "Adafactor",
+            "another optimizer: factored second moments, no first moment; tune the rate anew",
+            lossless=False,
+        )
+        yield _Rung(
+            {"optimizer": Optimizer.ADAMW_8BIT},
+            "AdamW with 8-bit moments",
+            "quantised moments; needs torchao on the device",
+            lossless=False,
+        )
+
+
+def _host(recipe: Recipe) -> Iterator[_Rung]:
+    if recipe.offload is Offload.NONE:
+        yield _Rung(
+            {"offload": Offload.OPTIMIZER},
+            "optimizer state in host memory",
+            "the update runs on the CPU: seconds a step for each billion parameters",
+        )
+    if recipe.offload is not Offload.ALL:
+        yield _Rung(
+            {"offload": Offload.ALL},
+            "parameters, gradients and optimizer state in host memory",
+            "the update runs on the CPU and every gather comes over the bus: several times slower",
+        )
+
+
+def _merged(rungs: tuple[_Rung, ...]) -> Changes:
+    changes: Changes = {}
+    for rung in rungs:
+        changes |= rung.changes
+    return changes
+
+
+def _plain(changes: Changes) -> Changes:
+    return {name: str(v) if hasattr(v, "value") else v for name, v in changes.items()}
