@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -18,6 +19,14 @@ class JobSettings(BaseSettings):
     data_dir: Path = Field(description="Datasets, runs, models: shared by API and workers.")
     model_roots: list[Path] = Field(
         [], description="Directories below which a spec may name base models (JSON list)."
+    )
+    host_memory: str | None = Field(
+        None,
+        description="Memory of the workers' host, for plans that do not name it: 125GB, 64GiB. "
+        "On a CPU, this machine's if left out.",
+    )
+    engine: Literal["fsdp1", "fsdp2"] | None = Field(
+        None, description="What shards on the workers; by the torch installed here if left out."
     )
     lease_seconds: float = Field(
         60.0, gt=0, description="A worker that is silent so long has lost its job."

@@ -110,6 +110,9 @@ class Recipe(_Spec):
     activation_checkpointing: bool = True
     attention: Literal["sdpa", "eager"] = "sdpa"
     offload: Literal["none", "optimizer", "all"] = "none"
+    micro_batch_tokens: Annotated[int, Field(ge=16, le=4_194_304)] | None = Field(
+        None, description="Lower than `training.micro_batch_tokens` where memory asks for it."
+    )
 
 
 class Schedule(str, Enum):

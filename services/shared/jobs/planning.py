@@ -1,0 +1,224 @@
+"""From what a job asks for to its memory plan: the one place where `jobs.spec` meets `memory`.
+
+The plan is made for the largest micro-batch that the job may meet: texts of `training.max_length`
+tokens, as many as the token budget holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from services.shared.jobs.errors import DoesNotFit
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import (
+    DistillSpec,
+    ModelSource,
+    Recipe,
+    TeacherSpec,
+    TrainedTokenizer,
+    Training,
+)
+from services.shared.memory import hardware, recipe, remedies, shape
+from services.shared.memory.cgroup import host_memory_bytes
+from services.shared.memory.dimensions import BERT_LIKE, Family
+from services.shared.memory.plan import Plan, Verdict, plan, plan_distillation
+from services.shared.memory.sizes import format_size, parse_size
+
+# The fields that both recipes have, under one name and with the same values.
+_SHARED = tuple(name for name in Recipe.model_fields if name in recipe.Recipe.__dataclass_fields__)
+_ENCODERS = BERT_LIKE | {Family.MODERNBERT}
+_FIRST_WITH_FSDP2 = (2, 6)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The plan of one job, and the recipe it will run with: `auto` is resolved here."""
+
+    plan: dict[str, Any]
+    recipe: Recipe
+
+
+def plan_job(
+    spec: TeacherSpec | DistillSpec,
+    *,
+    model: shape.Shape,
+    teacher: shape.Shape | None,
+    machine: hardware.Hardware,
+    engine: recipe.Engine,
+) -> JobPlan:
+    """Plan a job and choose its recipe. Raises DoesNotFit, with the plan and what would fit.
+
+    `model` is what is trained, `teacher` what a distillation runs beside it. With `recipe: auto`
+    the first alternative that fits is taken; with `allow_overcommit` nothing is refused. Raises
+    memory's InvalidInput for what cannot be planned.
+    """
+    wanted = spec.recipe if isinstance(spec.recipe, Recipe) else Recipe()
+    memory_recipe = to_memory_recipe(
+        wanted, spec.training, model=model, ranks=machine.ranks, engine=engine
+    )
+    own = _plan(spec, model, teacher, memory_recipe, machine)
+    offered = () if teacher is not None else remedies.alternatives(model, memory_recipe, machine)
+    chosen, chosen_recipe = own, wanted
+    comfortable = own.runs and own.verdict is Verdict.FITS
+    if spec.recipe == "auto" and not comfortable:
+        for alternative in offered:
+            changes = to_spec_changes(alternative.changes, memory_recipe)
+            if changes is not None and (not own.runs or alternative.lossless):
+                chosen = alternative.plan
+                chosen_recipe = Recipe.model_validate(wanted.model_dump() | changes)
+                break
+    document = chosen.to_json([a.to_json() for a in offered])
+    if not chosen.runs and not spec.allow_overcommit:
+        raise DoesNotFit(_refusal(chosen, offered), document)
+    return JobPlan(document, chosen_recipe)
+
+
+def to_memory_recipe(
+    wanted: Recipe,
+    training: Training,
+    *,
+    model: shape.Shape,
+    ranks: int,
+    engine: recipe.Engine,
+) -> recipe.Recipe:
+    """Return how the ranks will run a spec's recipe, in the memory plan's words."""
+    tokens = micro_batch_tokens(training, wanted)
+    micro_batch = max(1, tokens // training.max_length)
+    texts_a_rank = -(-training.batch_size // ranks)
+    micro_batch = min(micro_batch, texts_a_rank)
+    replicated = wanted.sharding == "none"
+    shared = {name: getattr(wanted, name) for name in _SHARED}
+    return recipe.Recipe().with_changes(
+        {name: str(v) if isinstance(v, Enum) else v for name, v in shared.items()}
+        | {
+            "engine": recipe.Engine.DDP if replicated else engine,
+            # The ranks prefetch in backward under FSDP1; FSDP2 always does.
+            "prefetch": "pre" if engine is recipe.Engine.FSDP1 and not replicated else "none",
+            "attention_mask": model.dims.family in _ENCODERS,
+            "micro_batch": micro_batch,
+            "sequence_length": training.max_length,
+            "accumulate": -(-texts_a_rank // micro_batch),
+            "reduce_each": True,
+            "loading": "sliced",
+            "upcast_after_wrap": False,
+            "data_workers": 0,
+        }
+    )
+
+
+def to_spec_changes(changes: dict[str, Any], base: recipe.Recipe) -> dict[str, Any] | None:
+    """Return an alternative's changes as fields of `spec.Recipe`, or None where ranks cannot do it."""
+    found: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name == "micro_batch":
+            found["micro_batch_tokens"] = value * base.sequence_length
+        elif name in _SHARED:
+            found[name] = value
+        elif name != "accumulate":  # follows from the micro-batch and the global batch
+            return None
+    return found
+
+
+def micro_batch_tokens(training: Training, chosen: Recipe) -> int:
+    """Return the most padded tokens that one rank holds in one forward pass."""
+    return min(
+        training.micro_batch_tokens, chosen.micro_batch_tokens or training.micro_batch_tokens
+    )
+
+
+def shape_of(source: ModelSource, *, directory: Path | None, classes: Sequence[int]) -> shape.Shape:
+    """Return the shape of a model source with a head for each of `classes`.
+
+    `directory` is where `source.path` or `source.model_id` lies. Raises memory's InvalidInput for an
+    architecture that is not known and for a config that leaves sizes to defaults.
+    """
+    if directory is not None:
+        return shape.from_pretrained_directory(directory, heads=classes)
+    assert source.config is not None
+    config = dict(source.config)
+    if isinstance(source.tokenizer, TrainedTokenizer):
+        config["vocab_size"] = source.tokenizer.vocab_size
+    return shape.from_config(config, heads=classes, name=str(config["model_type"]))
+
+
+def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardware.Hardware:
+    """Return the hardware that a spec declares. Raises memory's InvalidInput."""
+    resources = spec.resources
+    named = resources.host_memory or settings.host_memory
+    host = parse_size(named, field="host_memory") if named else host_memory_bytes()
+    device = (
+        parse_size(resources.device_memory, field="device_memory")
+        if resources.device_memory
+        else None
+    )
+    if hardware.find_device(resources.device).name == "cpu":
+        # On a CPU the ranks share the host, which is their device.
+        if device is None and host is not None:
+            device = host // resources.ranks
+        host = None
+    elif not named:
+        host = None  # this process may stand on another machine than the workers
+    return hardware.machine(
+        resources.device,
+        ranks=resources.ranks,
+        device_memory_bytes=device,
+        host_memory_bytes=host,
+    )
+
+
+def engine_of(settings: JobSettings) -> recipe.Engine:
+    """Return what shards on the ranks: as set, or as the torch that is installed here would."""
+    if settings.engine is not None:
+        return recipe.Engine(settings.engine)
+    try:
+        major, minor = metadata.version("torch").split(".")[:2]
+    except (metadata.PackageNotFoundError, ValueError):
+        return recipe.Engine.FSDP2
+    return (
+        recipe.Engine.FSDP2
+        if (int(major), int(minor)) >= _FIRST_WITH_FSDP2
+        else recipe.Engine.FSDP1
+    )
+
+
+def _plan(
+    spec: TeacherSpec | DistillSpec,
+    model: shape.Shape,
+    teacher: shape.Shape | None,
+    memory_recipe: recipe.Recipe,
+    machine: hardware.Hardware,
+) -> Plan:
+    if teacher is None:
+        return plan(model, memory_recipe, machine)
+    assert isinstance(spec, DistillSpec)
+    replicated = spec.distillation.teacher_placement == "replicated"
+    sharding = recipe.Sharding.NONE if replicated else recipe.Sharding.FULL
+    return plan_distillation(
+        teacher, model, machine, student_recipe=memory_recipe, teacher_sharding=sharding
+    )
+
+
+def _refusal(refused: Plan, offered: Sequence[remedies.Alternative]) -> str:
+    where = f"{refused.peak_phase} of step {refused.peak.step}"
+    if refused.verdict is Verdict.DOES_NOT_FIT:
+        said = (
+            f"The job needs {format_size(refused.peak_bytes)} on each rank ({where}), "
+            f"{format_size(-refused.headroom_bytes)} more than a "
+            f"{refused.hardware.device.name} gives to tensors "
+            f"({format_size(refused.budget_bytes)})."
+        )
+    else:
+        assert refused.hardware.host_memory_bytes is not None
+        said = (
+            f"The job needs {format_size(refused.host.peak_bytes)} of host memory, which has "
+            f"{format_size(refused.hardware.host_memory_bytes)}."
+        )
+    if not offered:
+        return f"{said} No change that is known would make it fit."
+    first = offered[0]
+    return f"{said} It fits with: {first.change} ({format_size(first.plan.peak_bytes)})."
