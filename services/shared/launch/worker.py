@@ -6,10 +6,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 from celery import Celery
-from celery.signals import worker_shutting_down
+from celery.signals import worker_ready, worker_shutting_down
 
 from services.shared.jobs.queue import TASK, make_celery, send
 from services.shared.jobs.settings import JobSettings
@@ -18,6 +19,9 @@ from services.shared.jobs.sweep import sweep
 from services.shared.launch.task import run_job
 
 log = structlog.get_logger(__name__)
+
+# Where a worker writes its pid once it takes messages; for whoever starts it and waits.
+READY_FILE = "STILLHOUSE_READY_FILE"
 
 
 def serve(queue: str, *, module: str) -> None:
@@ -35,7 +39,13 @@ def serve(queue: str, *, module: str) -> None:
     def note_shutdown(**_: object) -> None:
         stopping.set()
 
+    def note_ready(**_: object) -> None:
+        ready_file = os.environ.get(READY_FILE)
+        if ready_file:
+            Path(ready_file).write_text(str(os.getpid()))
+
     worker_shutting_down.connect(note_shutdown, weak=False)
+    worker_ready.connect(note_ready, weak=False)
     register(app, store=store, module=module, worker=worker, stopping=stopping.is_set)
     sweeper = threading.Thread(
         target=_sweep_until, args=(stopping,), kwargs={"app": app, "store": store}, daemon=True

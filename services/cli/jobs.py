@@ -1,0 +1,254 @@
+"""`stillhouse jobs`: submit, list, show, watch, cancel, retry."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from services.cli.client import (
+    DEFAULT_URL,
+    ApiKey,
+    AsJson,
+    Client,
+    Refused,
+    Url,
+    connected,
+    print_json,
+)
+
+app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and retry jobs.")
+
+JobId = Annotated[str, typer.Argument(help="For example job_01kb6ztn8e0wq4v7.")]
+_ENDED = ("succeeded", "failed", "cancelled")
+
+
+@app.command()
+def submit(
+    spec: Annotated[Path, typer.Argument(help="A job's spec as JSON; - reads standard input.")],
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option("--idempotency-key", help="The same key and spec give the same job again."),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Stay and show its progress.")] = False,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Plan a job and queue it; one that cannot fit is refused with what would."""
+    with connected(url, api_key, as_json=as_json) as client:
+        headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+        job = client.post("/jobs", json=_read_json(spec), headers=headers)
+        if watch:
+            _watch(client, job["id"], as_json=as_json)
+        else:
+            _show(job, as_json=as_json)
+
+
+@app.command("list")
+def list_jobs(
+    state: Annotated[str | None, typer.Option("--state", help="Only jobs in this state.")] = None,
+    kind: Annotated[str | None, typer.Option("--kind", help="Only teacher or distill.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
+    cursor: Annotated[
+        str | None, typer.Option("--cursor", help="The next_cursor of the page before.")
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """List jobs, the newest first."""
+    with connected(url, api_key, as_json=as_json) as client:
+        params = {"state": state, "kind": kind, "limit": limit, "cursor": cursor}
+        page = client.get("/jobs", params=params)
+    if as_json:
+        print_json(page)
+        return
+    table = Table("job", "kind", "name", "state", "progress", "created")
+    for job in page["items"]:
+        state_text = job["state"] + (f" ({job['reason']})" if job["reason"] else "")
+        progress = job["progress"] or {}
+        steps = f"{progress['step']}/{progress.get('total_steps')}" if "step" in progress else ""
+        table.add_row(
+            job["id"], job["kind"], job["name"] or "", state_text, steps, job["created_at"][:19]
+        )
+    Console().print(table)
+
+
+@app.command()
+def show(
+    job_id: JobId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Show a job: state, metrics, planned and measured memory, diagnosis."""
+    with connected(url, api_key, as_json=as_json) as client:
+        _show(client.get(f"/jobs/{job_id}"), as_json=as_json)
+
+
+@app.command()
+def watch(
+    job_id: JobId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Follow a job until it ends; exit code 1 unless it succeeds."""
+    with connected(url, api_key, as_json=as_json) as client:
+        _watch(client, job_id, as_json=as_json)
+
+
+@app.command()
+def cancel(
+    job_id: JobId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Stop a job; a running one saves a checkpoint first."""
+    with connected(url, api_key, as_json=as_json) as client:
+        _show(client.post(f"/jobs/{job_id}/cancel"), as_json=as_json)
+
+
+@app.command()
+def retry(
+    job_id: JobId,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--change", help="A field of the recipe: optimizer=adafactor; repeatable."),
+    ] = None,
+    training: Annotated[
+        list[str] | None,
+        typer.Option("--training", help="A field of the training: epochs=2; repeatable."),
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Repeat a failed or cancelled job from its last checkpoint, changed or not."""
+    try:
+        given = {"changes": _assignments(change), "training": _assignments(training)}
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    body = {name: values for name, values in given.items() if values}
+    with connected(url, api_key, as_json=as_json) as client:
+        _show(client.post(f"/jobs/{job_id}/retry", json=body), as_json=as_json)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
+        return json.loads(text)
+    except OSError as error:
+        raise Refused(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise Refused(f"{path} is not JSON: {error}") from error
+
+
+def _assignments(texts: list[str] | None) -> dict[str, Any]:
+    """Read `name=value`, the value as JSON where it is JSON. Raises ValueError."""
+    values: dict[str, Any] = {}
+    for text in texts or []:
+        name, sign, value = text.partition("=")
+        if not sign or not name:
+            raise ValueError(f"{text!r} is not of the form name=value")
+        try:
+            values[name] = json.loads(value)
+        except ValueError:
+            values[name] = value
+    return values
+
+
+def _show(job: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(job)
+        return
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2))
+    reason = f" ({job['reason']})" if job["reason"] else ""
+    rows: list[tuple[str, str | None]] = [
+        ("job", f"{job['id']} {job['name'] or ''}"),
+        ("kind", job["kind"]),
+        ("state", f"{job['state']}{reason}"),
+        ("phase", job["phase"]),
+        ("message", job["message"]),
+        ("model", job["model_id"]),
+        ("waits for", job["parent_job_id"] if job["state"] == "waiting" else None),
+        ("attempt", str(job["attempt"]) if job["attempt"] else None),
+    ]
+    for head, metrics in ((job["metrics"] or {}).get("heads") or {}).items():
+        scores = (
+            f"{name} {metrics[name]:.4f}" for name in ("accuracy", "macro_f1") if name in metrics
+        )
+        rows.append((f"head {head}", ", ".join(scores)))
+    rows += _memory_rows(job)
+    for name, value in rows:
+        if value:
+            table.add_row(name, value)
+    console.print(table)
+
+
+def _memory_rows(job: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Return planned next to measured memory, and what a diagnosis says."""
+    plan, diagnosis = job["plan"] or {}, job["diagnosis"] or {}
+    rows: list[tuple[str, str | None]] = []
+    if "peak_bytes" in plan:
+        rows.append(("planned", f"{_gib(plan['peak_bytes'])} a rank, {plan.get('verdict')}"))
+    peaks = {rank: max(phases.values()) for rank, phases in (job["measured"] or {}).items()}
+    if peaks:
+        worst = max(peaks, key=lambda rank: peaks[rank])
+        rows.append(("measured", f"{_gib(peaks[worst])} on rank {worst}, the highest"))
+    if diagnosis:
+        rows.append(("diagnosis", f"{diagnosis.get('cause')} ({diagnosis.get('confidence')})"))
+        for remedy in (diagnosis.get("remedies") or [])[:3]:
+            rows.append(("remedy", f"{remedy.get('change')}: {remedy.get('verdict')}"))
+    return rows
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
+def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
+    if as_json:
+        for event in client.events(f"/jobs/{job_id}/events"):
+            line = {"event": event.type, **event.data}
+            sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+        job = client.get(f"/jobs/{job_id}")
+    else:
+        job = _watch_with_a_bar(client, job_id)
+        _show(job, as_json=False)
+    if job["state"] != "succeeded":
+        raise typer.Exit(1)
+
+
+def _watch_with_a_bar(client: Client, job_id: str) -> dict[str, Any]:
+    columns = (
+        TextColumn("{task.description:<11}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        bar = bars.add_task("waiting", total=1, loss="")
+        while True:
+            for event in client.events(f"/jobs/{job_id}/events"):
+                details = event.data.get("data") or {}
+                if event.type == "phase":
+                    bars.update(bar, description=details["phase"])
+                elif event.type == "state":
+                    bars.update(bar, description=details["state"])
+                elif event.type == "progress":
+                    progress = event.data["progress"]
+                    loss = progress.get("loss")
+                    bars.update(
+                        bar,
+                        description=event.data.get("phase") or "running",
+                        completed=progress.get("step") or 0,
+                        total=progress.get("total_steps") or 1,
+                        loss="" if loss is None else f"loss {loss:.3f}",
+                    )
+            # The server ends a stream after a while, too.
+            job: dict[str, Any] = client.get(f"/jobs/{job_id}")
+            if job["state"] in _ENDED:
+                return job

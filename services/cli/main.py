@@ -1,0 +1,37 @@
+"""`stillhouse`: joins the commands."""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+from services.cli import datasets, demo, jobs, models, predict, up
+
+app = typer.Typer(
+    name="stillhouse",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="Turn a large language model into a small text classifier, and tell the truth about memory.",
+)
+app.command()(up.up)
+app.command()(demo.demo)
+for _name in ("plan", "diagnose", "doctor"):
+    try:
+        _module = importlib.import_module(f"services.cli.{_name}")
+    except ModuleNotFoundError:
+        continue
+    app.command()(getattr(_module, _name))
+app.add_typer(datasets.app, name="datasets")
+app.add_typer(jobs.app, name="jobs")
+app.add_typer(models.app, name="models")
+app.command()(predict.predict)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

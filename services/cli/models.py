@@ -1,0 +1,104 @@
+"""`stillhouse models`: list, show, promote."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Url, connected, print_json
+
+app = typer.Typer(no_args_is_help=True, help="See trained models and promote a student.")
+
+ModelId = Annotated[str, typer.Argument(help="A model's id, or its job's.")]
+
+
+@app.command("list")
+def list_models(
+    kind: Annotated[str | None, typer.Option("--kind", help="Only teacher or distill.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
+    cursor: Annotated[
+        str | None, typer.Option("--cursor", help="The next_cursor of the page before.")
+    ] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """List models, the newest first."""
+    with connected(url, api_key, as_json=as_json) as client:
+        page = client.get("/models", params={"kind": kind, "limit": limit, "cursor": cursor})
+    if as_json:
+        print_json(page)
+        return
+    table = Table("model", "kind", "parameters", "scores", "gate")
+    for model in page["items"]:
+        table.add_row(
+            model["id"],
+            model["kind"],
+            f"{model['parameters']:,}",
+            _scores(model),
+            _gate(model),
+        )
+    Console().print(table)
+
+
+@app.command()
+def show(
+    model_id: ModelId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Show a model: heads, metrics, gate, and where it came from."""
+    with connected(url, api_key, as_json=as_json) as client:
+        model = client.get(f"/models/{model_id}")
+    if as_json:
+        print_json(model)
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_row("model", f"{model['id']} {model['name'] or ''}")
+    table.add_row("kind", f"{model['kind']} of job {model['job_id']}, data {model['dataset_id']}")
+    table.add_row("size", f"{model['parameters']:,} parameters, {model['size_bytes']:,} bytes")
+    if model["teacher_model_id"]:
+        table.add_row("teacher", model["teacher_model_id"])
+    table.add_row("scores", _scores(model))
+    table.add_row("gate", _gate(model))
+    table.add_row("files", model["path"])
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def promote(
+    model_id: ModelId,
+    alias: Annotated[str, typer.Option("--alias", help="Which name shall serve it.")] = "default",
+    force: Annotated[
+        bool, typer.Option("--force", help="Although it did not pass its gate; needs --reason.")
+    ] = False,
+    reason: Annotated[str | None, typer.Option("--reason", help="Kept with the promotion.")] = None,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Let the API serve this model from now on; to roll back, promote the former one."""
+    body = {"alias": alias, "force": force, "reason": reason}
+    with connected(url, api_key, as_json=as_json) as client:
+        promotion = client.post(f"/models/{model_id}/promote", json=body)
+    if as_json:
+        print_json(promotion)
+        return
+    Console(highlight=False).print(f"{promotion['alias']} serves {promotion['model_id']} now.")
+
+
+def _scores(model: dict[str, Any]) -> str:
+    heads = (model["metrics"] or {}).get("heads") or {}
+    return ", ".join(
+        f"{head} {metrics['macro_f1']:.4f}"
+        for head, metrics in heads.items()
+        if "macro_f1" in metrics
+    )
+
+
+def _gate(model: dict[str, Any]) -> str:
+    gate = model["gate"]
+    if gate is None:
+        return "none"
+    return "passed" if gate.get("passed") else "not passed"
