@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel
+from transformers.utils import logging
 
 from services.shared.datasets.card import Head
 from services.shared.jobs.rundir import write_json
@@ -165,6 +166,7 @@ def load_backbone(
 ) -> Any:
     """Return the backbone of any local Hugging Face directory. Raises BadArtifact."""
     factory: Any = AutoModel
+    logging.disable_progress_bar()  # this process writes logs, not to a terminal
     try:
         backbone, info = factory.from_pretrained(
             str(directory),
@@ -252,7 +254,7 @@ def seal_artifact(
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST)
     for path in files:
         _fsync(path)
-    parameters = sum(_count_parameters(p) for p in files if p.suffix == ".safetensors")
+    parameters = count_parameters(directory)
     size_bytes = sum(p.stat().st_size for p in files)
     manifest = Manifest(
         lineage=dict(lineage),
@@ -326,6 +328,16 @@ def weights_sha256(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def count_parameters(directory: Path) -> int:
+    """Return how many numbers the weight files of a model directory hold."""
+    count = 0
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        count += sum(int(torch.Size(shape).numel()) for shape in shapes)
+    return count
+
+
 def file_sha256(path: Path) -> str:
     """Return the hash of a file's content."""
     digest = hashlib.sha256()
@@ -333,12 +345,6 @@ def file_sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _count_parameters(path: Path) -> int:
-    with safe_open(path, framework="pt") as file:
-        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-    return sum(int(torch.Size(shape).numel()) for shape in shapes)
 
 
 def _fsync(path: Path) -> None:

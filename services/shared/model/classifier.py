@@ -233,6 +233,7 @@ def initial_projections(classifier: Classifier, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for layer, linear in classifier.projections.items():
+        assert isinstance(linear, nn.Linear)
         weight = torch.empty(linear.out_features, linear.in_features)
         state[f"{layer}.weight"] = weight.normal_(std=linear.in_features**-0.5, generator=generator)
         state[f"{layer}.bias"] = torch.zeros(linear.out_features)

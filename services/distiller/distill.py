@@ -1,0 +1,282 @@
+"""Distillation of a teacher into a student: the loop, from the run directory to the sealed artifact.
+
+Legend: B texts of a micro-batch, C classes of a head, K matched layers, H hidden size of the teacher.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from services.distiller.corpus import Lesson, Sides, read_lesson
+from services.distiller.evaluate import single_text_seconds
+from services.distiller.objective import matched_layers, plan_objective
+from services.distiller.publish import TeacherRecord, publish
+from services.distiller.signals import Signals, signal_file
+from services.distiller.student import fill_student, plan_start
+from services.distiller.teacher import Teacher, place_teacher, read_teacher
+from services.shared.fsdp import standing
+from services.shared.fsdp.assemble import chosen_recipe, shard_model, token_budget
+from services.shared.fsdp.memory_probe import MemoryProbe
+from services.shared.fsdp.optimizers import build_optimizer, learning_rate
+from services.shared.fsdp.predictions import evaluate, predict_split
+from services.shared.fsdp.process import Position, RunFailed, World, agreed_stop, blame, seed_step
+from services.shared.fsdp.progress import Progress
+from services.shared.jobs.rundir import Report, RunDirectory, RunInput, write_json
+from services.shared.jobs.spec import Distillation, DistillSpec, Recipe
+from services.shared.jobs.state import Phase, Reason
+from services.shared.model.batches import Step, plan_epoch
+from services.shared.model.tokens import choose_heads, collate, load_tokenizer, read_card
+
+
+def distill(run: RunDirectory, task: RunInput, world: World, position: Position) -> Report:
+    """Train a student on labels and on its teacher's answers; return the report of rank 0."""
+    assert isinstance(task.spec, DistillSpec)
+    assert task.teacher_dir is not None
+    training, recipe, wanted = task.spec.training, chosen_recipe(task), task.spec.distillation
+    budget_tokens = token_budget(recipe, training)
+    progress, probe = Progress(run, world, position), MemoryProbe(run, world, position)
+
+    progress.phase(Phase.LOADING)
+    with probe.phase("load"):
+        with blame(Reason.BAD_DATA):
+            heads = choose_heads(read_card(task.dataset_dir), task.spec.heads)
+        files = read_teacher(task.teacher_dir, heads, max_length=training.max_length)
+        start = plan_start(run, task, files, world)
+        with blame(Reason.BAD_DATA):
+            lesson = read_lesson(
+                task,
+                heads,
+                student=start.tokenizer,
+                teacher=load_tokenizer(files.directory),
+                teacher_max_length=files.max_length,
+            )
+    train, pad_id = lesson.train.student, start.tokenizer.pad_token_id
+    with blame(Reason.BAD_SPEC):
+        objective = plan_objective(lesson, wanted, training, device=world.device)
+    matched = matched_layers(
+        wanted,
+        student_layers=start.config.num_hidden_layers,
+        teacher_layers=files.config.num_hidden_layers,
+    )
+
+    progress.phase(Phase.WRAPPING)
+    with probe.phase("wrap"):
+        projections = {layer: files.config.hidden_size for layer, _ in matched}
+        student = shard_model(start.config, heads, recipe, world, projections=projections)
+    probe.check_sharding(student)
+    progress.phase(Phase.LOADING, "reading weights")
+    with probe.phase("load"):
+        fill_student(student, start, files, seed=training.seed)
+        optimizer = build_optimizer(student, training, world)
+        probe.watch(student, optimizer)
+        state = standing.resume(run, task, student, optimizer)
+        teacher = place_teacher(files, wanted=wanted.teacher_placement, recipe=recipe, world=world)
+
+    progress.phase(Phase.EVALUATING, f"asking the {teacher.placement} teacher the held-out texts")
+    mode = signal_mode(wanted, hidden=bool(matched))
+    tap = [layer for _, layer in matched]
+    signals = open_signals(task, teacher, lesson.train, recipe, world, mode=mode, tap=tap)
+    if mode != "online":
+        announced = f"the teacher's answers take {signals.num_bytes / 2**20:.1f} MiB"
+        progress.phase(Phase.EVALUATING, announced)
+    with probe.phase("evaluation"):
+        judged = open_signals(task, teacher, lesson.judged, recipe, world, mode=mode)
+        stop = judged.fill()
+        record = meet_teacher(teacher, judged, lesson, world) if stop is None else None
+    del teacher  # its memory is free as soon as all its answers are kept
+
+    steps_per_epoch = -(-len(train) // training.batch_size)
+    total = max(1, round(training.epochs * steps_per_epoch))
+    total = min(total, training.max_steps or total)
+    evaluate_every = max(1, round(training.eval_every_epochs * steps_per_epoch))
+    plan: list[Step] = []
+
+    while state.step < total and not state.finished and stop is None:
+        epoch, place = divmod(state.step, steps_per_epoch)
+        if not plan or place == 0:
+            with blame(Reason.BAD_SPEC):
+                plan = plan_epoch(
+                    lesson.lengths,
+                    budget_tokens=budget_tokens,
+                    batch_size=training.batch_size,
+                    ranks=world.size,
+                    seed=training.seed,
+                    epoch=epoch,
+                )
+            if (mode == "cached" or (mode == "auto" and epoch > 0)) and not signals.complete:
+                progress.phase(Phase.EVALUATING, "asking the teacher what it has not answered yet")
+                stop = signals.fill()
+                if stop is not None:
+                    break
+            progress.phase(Phase.TRAINING)
+        began = time.monotonic()
+        step, number = plan[place], state.step + 1
+        rate = learning_rate(state.step, total, training)
+        factors = objective.factors(step, done=state.step / total)
+        seed_step(training.seed, state.step, world.rank)
+        student.module.train()
+        loss_sum = torch.zeros((), device=world.device)
+
+        for i, rows in enumerate(step.micro_batches[world.rank]):
+            answers = signals.for_rows(rows)  # [B, C] by head, and [B, K, H]
+            batch = collate(train, rows, pad_id).to(world.device)
+            with probe.phase("forward", step=number):
+                found = student.module(
+                    batch.input_ids, batch.attention_mask, [layer for layer, _ in matched]
+                )
+                loss = objective.loss(found, answers, batch, factors)
+            optimizer.before_backward(
+                learning_rate=rate, step=state.step, part=i, parts=step.num_micro_batches
+            )
+            with probe.phase("backward", step=number):
+                # The engine averages gradients over the ranks; the loss is a share of a whole.
+                (loss * world.size).backward()  # type: ignore[no-untyped-call]
+            loss_sum += loss.detach()
+            del found, loss
+
+        step_loss, *flags = world.sum([float(loss_sum), *world.stopping.flags()])
+        if not math.isfinite(step_loss):
+            raise RunFailed(
+                Reason.NON_FINITE_LOSS,
+                f"The loss of step {number} is {step_loss}: lower the learning rate "
+                f"({training.learning_rate:g}), or raise warmup_ratio or the compute precision.",
+            )
+        with probe.phase("optimizer_step", step=number):
+            optimizer.step()
+
+        state.step = number
+        state.count(step, train)
+        seconds = time.monotonic() - began
+        state.time(epoch, seconds)
+        progress.step(
+            number,
+            total=total,
+            epoch=number / steps_per_epoch,
+            loss=step_loss,
+            learning_rate=rate,
+            tokens=int(train.lengths[step.rows].sum()),
+            seconds=seconds,
+            padding_share=state.padding_share,
+        )
+        stop = agreed_stop(flags)
+
+        due = number % evaluate_every == 0 or number == total
+        if len(lesson.validation.corpus) and due and stop is None:
+            progress.phase(Phase.EVALUATING)
+            with probe.phase("evaluation", step=number):
+                logits = predict_split(
+                    student,
+                    lesson.validation.student,
+                    heads,
+                    world,
+                    budget_tokens=budget_tokens,
+                    pad_id=pad_id,
+                )
+            result = evaluate(logits, lesson.validation.student, heads)
+            progress.evaluation(result, step=number, total=total, epoch=number / steps_per_epoch)
+            if state.note(result):
+                standing.save_best(run, task, student, world, state)
+            patience = training.early_stopping_patience
+            state.finished = patience is not None and state.worse_evaluations >= patience
+            progress.phase(Phase.TRAINING)
+
+        if stop is not None or number % training.checkpoint_every_steps == 0:
+            progress.phase(Phase.SAVING)
+            standing.save(run, task, student, optimizer, world, state)
+            progress.phase(Phase.TRAINING)
+
+    if mode != "online":
+        signals.share()
+    if stop is not None:
+        report = Report(
+            outcome="stopped",
+            stop_reason=stop,
+            steps=state.step,
+            epochs=state.step / steps_per_epoch,
+            seconds=state.seconds,
+        )
+    else:
+        progress.phase(Phase.EXPORTING)
+        assert record is not None
+        with probe.phase("export", step=state.step):
+            standing.restore_best(run, task, student, state)
+            report = publish(
+                run,
+                task,
+                student,
+                lesson,
+                record,
+                world,
+                state,
+                tokenizer=start.tokenizer,
+                epochs=state.step / steps_per_epoch,
+                details=details(lesson, state, steps_per_epoch) | {"signals": mode},
+            )
+    if world.is_first:
+        write_json(run.report, report)
+    progress.phase(Phase.FINISHING)
+    world.barrier()
+    return report
+
+
+def signal_mode(wanted: Distillation, *, hidden: bool) -> str:
+    """Return when the teacher is asked; hidden states are kept only where the spec says so."""
+    return "online" if hidden and not wanted.cache_hidden else wanted.signals
+
+
+def open_signals(
+    task: RunInput,
+    teacher: Teacher,
+    sides: Sides,
+    recipe: Recipe,
+    world: World,
+    *,
+    mode: str,
+    tap: Sequence[int] = (),
+) -> Signals:
+    """Return the teacher's answers to a corpus, as far as an earlier job has kept them."""
+    file = None
+    if mode != "online" and task.cache_dir is not None and world.is_first and len(sides.corpus):
+        precision = str(recipe.compute)
+        file = signal_file(task.cache_dir, teacher.files, sides, precision=precision, tap=tap)
+    budget_tokens = token_budget(recipe, task.spec.training)
+    with blame(Reason.BAD_SPEC):
+        return Signals(teacher, sides, world, budget_tokens=budget_tokens, tap=tap, file=file)
+
+
+def meet_teacher(teacher: Teacher, judged: Signals, lesson: Lesson, world: World) -> TeacherRecord:
+    """Return what the report says of the teacher; its speed includes sharding where it is sharded."""
+    seconds = single_text_seconds(
+        teacher,
+        teacher.tokenizer,
+        lesson.judged.corpus.rows.texts,
+        max_length=teacher.files.max_length,
+        device=world.device,
+    )
+    logits = {name: values.numpy() for name, values in judged.all_answers().items()}
+    return TeacherRecord(teacher.files, teacher.placement, logits, seconds)
+
+
+def details(lesson: Lesson, state: standing.LoopState, steps_per_epoch: int) -> dict[str, Any]:
+    """Return what the report says beside the evaluation."""
+    best = state.best.step if state.best else state.step
+    return {
+        "best_step": best,
+        "best_epoch": best / steps_per_epoch,
+        "stopped_early": state.finished,
+        "padding_share": state.padding_share,
+        "real_tokens": state.real_tokens,
+        "epoch_seconds": state.epoch_seconds,
+        "training_texts": len(lesson.train.corpus),
+        "unlabelled_texts": lesson.unlabelled,
+        "unlabelled_texts_left_out": lesson.left_out,
+        "truncated_texts": {
+            "student": lesson.train.student.truncated,
+            "teacher": lesson.train.teacher.truncated,
+        },
+    }

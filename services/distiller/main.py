@@ -1,0 +1,24 @@
+"""One rank of a distillation: `torchrun --nproc-per-node N -m services.distiller.main RUN_DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from services.distiller.distill import distill
+from services.shared.fsdp.process import Position, failures_reported, join, leave, read_task
+from services.shared.jobs.rundir import RunDirectory
+
+
+def main() -> None:
+    """Join the other ranks, distil, leave; a failure is written to the run directory."""
+    run, position = RunDirectory(Path(sys.argv[1])), Position()
+    with failures_reported(run, position):
+        task = read_task(run)
+        world = join(run, device=task.spec.resources.device, seed=task.spec.training.seed)
+        distill(run, task, world, position)
+        leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The end of a distillation: the best student, judged beside its teacher, as a sealed artifact."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.distiller.corpus import Lesson
+from services.distiller.evaluate import calibrate, compare, single_text_seconds
+from services.distiller.teacher import TeacherFiles
+from services.shared.fsdp.assemble import token_budget
+from services.shared.fsdp.export import export_weights
+from services.shared.fsdp.predictions import predict_split
+from services.shared.fsdp.process import World
+from services.shared.fsdp.shard import Sharded
+from services.shared.fsdp.standing import LoopState
+from services.shared.jobs.rundir import Report, RunDirectory, RunInput
+from services.shared.jobs.spec import DistillSpec
+from services.shared.model.artifact import (
+    MANIFEST,
+    Calibration,
+    check_golden,
+    file_sha256,
+    golden_texts,
+    load_backbone,
+    read_heads,
+    seal_artifact,
+    set_heads,
+    write_golden,
+)
+from services.shared.model.classifier import Classifier, wrap_backbone
+from services.shared.model.metrics import Array
+
+GOLDEN_TEXTS = 4
+
+
+@dataclass(frozen=True)
+class TeacherRecord:
+    """What is left to say of a teacher that may have gone."""
+
+    files: TeacherFiles
+    placement: str
+    logits: dict[str, Array]  # on the judged texts
+    single_text_seconds: float | None
+
+
+def judge(
+    student: Sharded,
+    lesson: Lesson,
+    teacher: TeacherRecord,
+    world: World,
+    *,
+    budget_tokens: int,
+    pad_id: int,
+) -> tuple[dict[str, Any], dict[str, Calibration]]:
+    """Return the evaluation on the judged split and the calibration; all ranks must call this."""
+    if not len(lesson.judged.corpus):
+        return {}, {}
+    logits = [
+        predict_split(
+            student, side.student, lesson.heads, world, budget_tokens=budget_tokens, pad_id=pad_id
+        )
+        for side in (lesson.validation, lesson.judged)
+    ]
+    calibration = calibrate(lesson.heads, logits[0], lesson.validation.corpus.rows.labels)
+    evaluation = compare(
+        lesson.heads,
+        student=logits[1],
+        teacher=teacher.logits,
+        labels=lesson.judged.corpus.rows.labels,
+        calibration=calibration,
+    )
+    evaluation["teacher"] |= {
+        "parameters": teacher.files.parameters,
+        "size_bytes": teacher.files.size_bytes,
+        "single_text_seconds": teacher.single_text_seconds,
+        "placement": teacher.placement,
+    }
+    return {"split": str(lesson.judged_split)} | evaluation, calibration
+
+
+def publish(
+    run: RunDirectory,
+    task: RunInput,
+    student: Sharded,
+    lesson: Lesson,
+    teacher: TeacherRecord,
+    world: World,
+    state: LoopState,
+    *,
+    tokenizer: Any,
+    epochs: float,
+    details: dict[str, Any],
+) -> Report:
+    """Judge the student, write its artifact, try it once as it was written, and report."""
+    assert isinstance(task.spec, DistillSpec)
+    training = task.spec.training
+    evaluation, calibration = judge(
+        student,
+        lesson,
+        teacher,
+        world,
+        budget_tokens=token_budget(student.recipe, training),
+        pad_id=tokenizer.pad_token_id,
+    )
+    student.module.eval()
+    texts = lesson.train.corpus.rows.texts[:GOLDEN_TEXTS]
+    golden = golden_texts(student.module, tokenizer, texts, max_length=training.max_length)
+    student.reshard()
+    aside = run.export.with_name(".export.partial")
+    if world.is_first:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    world.barrier()
+    export_weights(student, aside, world)
+    report = Report(
+        outcome="succeeded",
+        steps=state.step,
+        epochs=epochs,
+        seconds=state.seconds,
+        artifact=run.export.name,
+        heads=[head.model_dump(mode="json") for head in lesson.heads],
+        evaluation=evaluation,
+        details=details,
+    )
+    if world.is_first:
+        tokenizer.save_pretrained(str(aside))
+        write_golden(aside, golden)
+        written = _read_back(run, lesson, world.device)
+        check_golden(aside, written, tokenizer)
+        if evaluation:
+            evaluation["single_text_seconds"] = single_text_seconds(
+                written,
+                tokenizer,
+                lesson.judged.corpus.rows.texts,
+                max_length=training.max_length,
+                device=world.device,
+            )
+            evaluation["parameters"] = sum(p.numel() for p in written.parameters())
+        sealed = seal_artifact(
+            aside,
+            heads=lesson.heads,
+            pooling=student.classifier.pooling,
+            lineage=_lineage(task, lesson, teacher.files, state),
+            metrics=evaluation,
+            max_length=training.max_length,
+            calibration=calibration,
+        )
+        if evaluation:
+            evaluation["size_bytes"] = sealed.size_bytes
+        shutil.rmtree(run.export, ignore_errors=True)
+        aside.rename(run.export)
+        report = report.model_copy(
+            update={
+                "parameters": sealed.parameters,
+                "size_bytes": sealed.size_bytes,
+                "manifest_sha256": sealed.sha256,
+                "evaluation": evaluation,
+            }
+        )
+    world.barrier()
+    return report
+
+
+def _read_back(run: RunDirectory, lesson: Lesson, device: torch.device) -> Classifier:
+    """Return the student as its files hold it."""
+    aside = run.export.with_name(".export.partial")
+    classifier = wrap_backbone(load_backbone(aside), lesson.heads)
+    set_heads(classifier, read_heads(aside, lesson.heads))
+    return classifier.to(device).eval()
+
+
+def _lineage(
+    task: RunInput, lesson: Lesson, teacher: TeacherFiles, state: LoopState
+) -> dict[str, Any]:
+    assert isinstance(task.spec, DistillSpec)
+    manifest = teacher.directory / MANIFEST
+    return {
+        "kind": "distill",
+        "job_id": task.job_id,
+        "attempt": task.attempt,
+        "dataset_id": lesson.card.id,
+        "dataset_sha256": lesson.card.sha256,
+        "unlabelled_dataset_ids": task.spec.distillation.unlabelled_dataset_ids,
+        "teacher": task.spec.teacher.model_dump(mode="json", exclude_none=True),
+        "teacher_manifest_sha256": file_sha256(manifest) if manifest.exists() else None,
+        "student": task.spec.student.model_dump(mode="json", exclude_none=True),
+        "seed": task.spec.training.seed,
+        "steps": state.step,
+    }
