@@ -42,7 +42,7 @@ class PromoteRequest(BaseModel):
     """Which alias shall serve the model; `force` passes the gate and needs a reason."""
 
     model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"alias": "default"}]}
+        extra="forbid", strict=True, json_schema_extra={"examples": [{"alias": "default"}]}
     )
 
     alias: Annotated[str, Field(pattern=ALIAS_PATTERN)] = "default"

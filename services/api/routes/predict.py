@@ -38,6 +38,7 @@ class PredictRequest(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
+        strict=True,
         json_schema_extra={"examples": [{"inputs": ["房间很干净", "电池两天就坏了"]}]},
     )
 
@@ -133,7 +134,7 @@ class ClassifyRequest(BaseModel):
     """The request of vLLM and SGLang."""
 
     model_config = ConfigDict(
-        extra="forbid", json_schema_extra={"examples": [{"input": ["房间很干净"]}]}
+        extra="forbid", strict=True, json_schema_extra={"examples": [{"input": ["房间很干净"]}]}
     )
 
     model: Annotated[str, Field(max_length=200)] | None = Field(

@@ -33,6 +33,15 @@ EVENTS_AT_ONCE = 200
 MOST_EVENTS = 500  # of the plain list; Last-Event-ID brings the next
 LAST_SEQ = 2**63 - 1
 
+_EVENT_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "description": "Of an event; progress has none."},
+        "event": {"enum": ["state", "phase", "evaluation", "progress"]},
+        "data": {"type": "string", "description": "JSON."},
+    },
+}
+
 Attempt = Annotated[
     int | None, Query(ge=1, le=1_000_000, description="The last attempt if left out.")
 ]
@@ -46,7 +55,7 @@ Points = Annotated[int, Query(ge=2, le=5000, description="Most points of a serie
     responses={
         200: {
             "description": "Events until the job ends. `Accept: application/json` asks for a list.",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": {"text/event-stream": {"schema": _EVENT_SCHEMA}},
         }
     },
 )

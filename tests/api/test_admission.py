@@ -1,0 +1,104 @@
+"""The directories that a spec may name: below a model root, with weights that are not pickles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.api.admission import Admitter
+from services.api.settings import ApiSettings
+from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.spec import job_spec
+
+
+def make_model(directory: Path, *files: str) -> Path:
+    directory.mkdir(parents=True)
+    for name in files or ("config.json", "model.safetensors"):
+        (directory / name).write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Path:
+    make_model(tmp_path / "roots" / "qwen")
+    make_model(tmp_path / "outside")
+    return tmp_path / "roots"
+
+
+@pytest.fixture
+def admit(roots: Path) -> Admitter:
+    return Admitter(
+        ApiSettings(
+            database_url="x", broker_url="x", data_dir=roots.parent / "data", model_roots=[roots]
+        )
+    )
+
+
+def teacher(path: str) -> Any:
+    spec = {"kind": "teacher", "dataset_id": "ds_1", "model": {"path": path}}
+    return job_spec.validate_python(spec)
+
+
+def distill(teacher: str, student: str) -> Any:
+    spec = {
+        "kind": "distill",
+        "dataset_id": "ds_1",
+        "teacher": {"path": teacher},
+        "student": {"path": student},
+    }
+    return job_spec.validate_python(spec)
+
+
+def test_a_model_below_a_root_is_admitted_by_either_path(admit: Admitter, roots: Path) -> None:
+    for path in ("qwen", str(roots / "qwen"), "./qwen/../qwen"):
+        admit(teacher(path))
+
+
+def test_a_path_out_of_the_roots_is_refused(admit: Admitter, roots: Path) -> None:
+    (roots / "link").symlink_to(roots.parent / "outside")
+    for path in ("../outside", str(roots.parent / "outside"), "link", "/etc", "/", "", ".."):
+        with pytest.raises(InvalidInput) as refused:
+            admit(teacher(path))
+        assert refused.value.field == "model.path"
+
+
+def test_a_path_that_is_none_is_refused(admit: Admitter, roots: Path) -> None:
+    (roots / "a").symlink_to(roots / "b")
+    (roots / "b").symlink_to(roots / "a")
+    for path in ("none", "qwen/config.json", "x" * 5000, "a", "qwen\x00"):
+        with pytest.raises(InvalidInput) as refused:
+            admit(teacher(path))
+        assert refused.value.field == "model.path"
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        (("model.safetensors",), "config.json"),
+        (("config.json", "pytorch_model.bin"), "safetensors"),
+    ],
+)
+def test_a_directory_that_we_do_not_read_is_refused(
+    admit: Admitter, roots: Path, files: tuple[str, ...], missing: str
+) -> None:
+    make_model(roots / "odd", *files)
+    with pytest.raises(InvalidInput, match=missing):
+        admit(teacher("odd"))
+
+
+def test_the_wrong_one_of_two_paths_is_named(admit: Admitter) -> None:
+    for spec, field in [
+        (distill("none", "qwen"), "teacher.path"),
+        (distill("qwen", "none"), "student.path"),
+    ]:
+        with pytest.raises(InvalidInput) as refused:
+            admit(spec)
+        assert refused.value.field == field
+
+
+def test_without_any_root_no_path_is_admitted(tmp_path: Path) -> None:
+    settings = ApiSettings(database_url="x", broker_url="x", data_dir=tmp_path)
+    with pytest.raises(InvalidInput, match="STILLHOUSE_MODEL_ROOTS"):
+        Admitter(settings)(teacher("/"))
