@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from services.api.serving.attention import causal, from_last
 from services.api.serving.layout import Backbone, Layer, Shape
 from services.api.serving.pieces import Pieces
 from services.api.serving.prediction import FloatArray
@@ -134,14 +135,8 @@ def _attend(
     parts = []
     for start, count, length in runs:
         rows = slice(start, start + count * length)
-        mixed = F.scaled_dot_product_attention(
-            _by_text(q[rows], count),
-            _by_text(k[rows], count),
-            _by_text(v[rows], count),
-            is_causal=length > 1,
-            enable_gqa=shape.num_heads != shape.num_kv_heads,
-        )
-        parts.append(mixed.transpose(1, 2).reshape(count * length, -1))
+        mixed = causal(*(_by_text(each[rows], count) for each in (q, k, v)))
+        parts.append(mixed.reshape(count * length, -1))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -172,11 +167,8 @@ def _attend_last(
     text = 0
     for start, count, length in runs:
         rows = slice(start, start + count * length)
-        mixed = F.scaled_dot_product_attention(
-            _by_text(q[text : text + count], count),
-            _by_text(k[rows], count),
-            _by_text(v[rows], count),
-            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        mixed = from_last(
+            q[text : text + count], _by_text(k[rows], count), _by_text(v[rows], count)
         )
         parts.append(mixed.reshape(count, -1))
         text += count
@@ -197,8 +189,8 @@ def _turn(
 
 
 def _by_text(rows: Tensor, count: int) -> Tensor:
-    """Return [count * L, heads, D] as [count, heads, L, D]."""
-    return rows.view(count, -1, *rows.shape[1:]).transpose(1, 2)
+    """Return [count * L, heads, D] as [count, L, heads, D]."""
+    return rows.view(count, -1, *rows.shape[1:])
 
 
 def _unpack(packed: Tensor, order: list[int]) -> FloatArray:
