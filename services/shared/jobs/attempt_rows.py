@@ -16,10 +16,8 @@ from services.shared.jobs.moves import append_event, destination, move
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import JobState, Phase, Reason
-from services.shared.jobs.tables import AttemptRow, JobRow
+from services.shared.jobs.tables import IS_LEASED, IS_QUEUED, AttemptRow, JobRow
 from services.shared.jobs.views import Beat, EventType, Finished, Kind, Ticket
-
-_LEASED = (JobState.RUNNING, JobState.CANCELLING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +104,7 @@ def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[Tick
     """
     jobs = session.scalars(
         select(JobRow)
-        .where(JobRow.state.in_(_LEASED), JobRow.lease_until < (now or func.now()))
+        .where(IS_LEASED, JobRow.lease_until < (now or func.now()))
         .order_by(JobRow.lease_until)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -129,7 +127,7 @@ def overdue(
     moment = func.now() - sent_before if isinstance(sent_before, timedelta) else sent_before
     ids = session.scalars(
         select(JobRow.id)
-        .where(JobRow.state == JobState.QUEUED, JobRow.kind == kind, JobRow.sent_at < moment)
+        .where(IS_QUEUED, JobRow.kind == kind, JobRow.sent_at < moment)
         .order_by(JobRow.sent_at, JobRow.id)
         .limit(limit)
         .with_for_update(skip_locked=True)
@@ -204,9 +202,7 @@ def _learned(job: JobRow, outcome: Outcome, target: JobState) -> dict[str, Any]:
 def _held(session: Session, job_id: str, token: str) -> JobRow | None:
     """Lock and return the job if `token` still holds it."""
     return session.scalar(
-        select(JobRow)
-        .where(JobRow.id == job_id, JobRow.token == token, JobRow.state.in_(_LEASED))
-        .with_for_update()
+        select(JobRow).where(JobRow.id == job_id, JobRow.token == token).with_for_update()
     )
 
 

@@ -27,7 +27,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import Phase, Reason
 
-
 COMPLETE = "COMPLETE"
 
 

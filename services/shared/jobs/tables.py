@@ -50,6 +50,12 @@ class Table(DeclarativeBase):
     }
 
 
+# Conditions of partial indexes. Queries use the same text: with a bound parameter in place of the
+# state, Postgres cannot tell that a prepared statement may use the index.
+IS_QUEUED = text("state = 'queued'")
+IS_LEASED = text("state IN ('running', 'cancelling')")
+
+
 class DatasetRow(Table):
     """A validated dataset; its files lie under its id in the datasets directory."""
 
@@ -149,12 +155,12 @@ class JobRow(Table):
             "kind",
             "sent_at",
             "id",
-            postgresql_where=text("state = 'queued'"),
+            postgresql_where=IS_QUEUED,
         ),
         Index(
             "jobs_leased_idx",
             "lease_until",
-            postgresql_where=text("state IN ('running', 'cancelling')"),
+            postgresql_where=IS_LEASED,
         ),
     )
 
