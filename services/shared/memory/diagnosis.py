@@ -90,6 +90,21 @@ class Hypothesis:
         }
 
 
+def possible(cause: Cause, what: str, *reasons: str) -> Hypothesis:
+    """Return an explanation that something speaks for."""
+    return Hypothesis(cause, what, Strength.POSSIBLE, reasons=reasons)
+
+
+def likely(cause: Cause, what: str, *reasons: str) -> Hypothesis:
+    """Return an explanation that the evidence points to."""
+    return Hypothesis(cause, what, Strength.LIKELY, reasons=reasons)
+
+
+def certain(cause: Cause, what: str, *reasons: str) -> Hypothesis:
+    """Return an explanation that leaves no room for another."""
+    return Hypothesis(cause, what, Strength.CERTAIN, reasons=reasons)
+
+
 @dataclass(frozen=True)
 class ProposedRemedy:
     """A change, the peak it leads to per rank, whether that fits, and what it costs."""

@@ -1,0 +1,174 @@
+"""Read a failure: gather the evidence, weigh every explanation, say what decides and what helps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from services.shared.memory.case import Case
+from services.shared.memory.catalogue import MessageKind
+from services.shared.memory.diagnosis import (
+    Cause,
+    Confidence,
+    Diagnosis,
+    Hypothesis,
+    Sharded,
+    Strength,
+)
+from services.shared.memory.evidence import Evidence, gather
+from services.shared.memory.hypotheses import from_evidence
+from services.shared.memory.matching import Match, Rounding, says_nothing
+from services.shared.memory.measurements import next_measurement
+from services.shared.memory.needs import Needs, needs_of
+from services.shared.memory.plan import Verdict
+from services.shared.memory.proposals import propose
+from services.shared.memory.recipe import OptimizerImpl
+from services.shared.memory.scenarios import from_timelines, plan_with
+from services.shared.memory.sharding_evidence import judge_sharding
+from services.shared.memory.sizes import format_size
+from services.shared.memory.wording import FailurePhase
+
+# What a timeline answers better than a count of bytes per parameter does.
+_COUNTED = frozenset({Cause.CAPACITY, Cause.FRAGMENTATION})
+
+
+def diagnose(case: Case) -> Diagnosis:
+    """Return what the failure was: cause, confidence, sharding, request, and what to change.
+
+    `certain` is given only where arithmetic excludes every other explanation; where several remain
+    the cause is `undecided` and the one measurement that decides is named.
+    """
+    evidence = gather(case)
+    needs = needs_of(evidence)
+    hypotheses = _weighed(evidence, needs)
+    cause, confidence = _verdict(hypotheses)
+    sharded, shown = _sharding(evidence, cause)
+    undecided = confidence is Confidence.UNDECIDED
+    diagnosis = Diagnosis(
+        cause=cause,
+        confidence=confidence,
+        sharded=sharded,
+        sharded_evidence=shown,
+        message=evidence.message,
+        accounts=evidence.accounts,
+        request=evidence.candidates,
+        hypotheses=hypotheses,
+        next_measurement=next_measurement(evidence, needs, hypotheses) if undecided else None,
+        remedies=propose(evidence, needs, cause, hypotheses),
+        notes=_notes(evidence),
+        needs=_needs_json(evidence, needs),
+    )
+    return replace(diagnosis, summary=_summary(diagnosis))
+
+
+def _weighed(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
+    """Return all explanations, the strongest first; equals stay in the order of their authority."""
+    told = tuple(_optimizer_or_capacity(evidence, h) for h in from_evidence(evidence, needs))
+    computed = from_timelines(evidence)
+    if computed:
+        told = tuple(h for h in told if h.cause not in _COUNTED)
+        surviving = {h.cause for h in computed if h.strength is not Strength.EXCLUDED}
+        if len(surviving) == 1:
+            computed = tuple(_raised(h) for h in computed)
+    return tuple(sorted((*told, *computed), key=lambda h: -h.strength))
+
+
+def _raised(hypothesis: Hypothesis) -> Hypothesis:
+    if hypothesis.strength is not Strength.POSSIBLE:
+        return hypothesis
+    return replace(hypothesis, strength=Strength.LIKELY)
+
+
+def _optimizer_or_capacity(evidence: Evidence, hypothesis: Hypothesis) -> Hypothesis:
+    """Blame the update's temporaries only where the job fits without them."""
+    if hypothesis.cause is not Cause.OPTIMIZER_TEMPORARIES:
+        return hypothesis
+    without = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED)
+    if without is None or without.verdict is Verdict.FITS:
+        return hypothesis
+    text = (
+        f"without them the job still peaks at {format_size(without.peak_bytes)} of "
+        f"{format_size(without.budget_bytes)}: {without.verdict}"
+    )
+    return replace(
+        hypothesis,
+        cause=Cause.CAPACITY,
+        what="the job needs more than the card has, with the update's temporaries on top",
+        reasons=(*hypothesis.reasons, text),
+    )
+
+
+def _verdict(hypotheses: tuple[Hypothesis, ...]) -> tuple[Cause, Confidence]:
+    if not hypotheses or hypotheses[0].strength < Strength.LIKELY:
+        return Cause.UNDECIDED, Confidence.UNDECIDED
+    best = hypotheses[0]
+    if best.strength is Strength.CERTAIN:
+        rivals = {h.cause for h in hypotheses if h.strength is Strength.CERTAIN} - {best.cause}
+        return best.cause, Confidence.LIKELY if rivals else Confidence.CERTAIN
+    return best.cause, Confidence.LIKELY
+
+
+def _sharding(evidence: Evidence, cause: Cause) -> tuple[Sharded, tuple[str, ...]]:
+    sharded, shown = judge_sharding(evidence)
+    loading = evidence.phase is FailurePhase.LOAD and not evidence.offloads
+    if cause is Cause.HOST_MEMORY and loading and sharded is Sharded.NO:
+        return Sharded.UNKNOWN, shown
+    return sharded, shown
+
+
+def _notes(evidence: Evidence) -> tuple[str, ...]:
+    """Return what a reader must know to judge the diagnosis."""
+    notes = [
+        f"field {name!r} is not part of a case and was ignored" for name in evidence.case.ignored
+    ]
+    notes += [f"the log says that {note}" for note in sorted(evidence.log.notes)]
+    message = evidence.message
+    if message is not None and message.requested is not None:
+        if says_nothing(message.requested, Rounding(message.backend)):
+            notes.append(
+                "the printed request is the size of a segment: every small tensor asks for it"
+            )
+        elif evidence.shape and all(c.match is Match.LOOSE for c in evidence.candidates):
+            notes.append("no parameter tensor of this model has the size of the request")
+    if message is not None and message.kind is MessageKind.CORRUPT_SIZE:
+        notes.append("a size beyond an exbibyte is a corrupt one: look for the error before it")
+    if message is not None and message.kind is MessageKind.MASKED:
+        notes.append("the assertion hides an ordinary out-of-memory error and its numbers")
+    if len(evidence.shapes) > 1:
+        notes.append(
+            "the name may stand for the backbone or for the language model: both were tried"
+        )
+    if evidence.shape is None and evidence.case.model_name:
+        notes.append(
+            f"the shape of {evidence.case.model_name!r} is not known: no tensor was matched"
+        )
+    if evidence.shape is not None and evidence.shape.language_head and evidence.case.ranks:
+        notes.append("predicted peaks leave out the logits of a language-model head")
+    if evidence.case.sequence_length is None and evidence.shape is not None:
+        notes.append("tokens per rank were not told: predicted peaks take 1 x 2048")
+    return tuple(notes)
+
+
+def _needs_json(evidence: Evidence, needs: Needs | None) -> dict[str, Any]:
+    values = needs.to_json() if needs else {}
+    planned = plan_with(evidence)
+    if planned is not None:
+        values["planned_peak_bytes"] = planned.peak_bytes
+        values["planned_peak_phase"] = str(planned.peak_phase)
+        values["budget_bytes"] = planned.budget_bytes
+        values["planned_verdict"] = str(planned.verdict)
+        values["planned_optimizer_impl"] = str(planned.recipe.optimizer_impl)
+    return values
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    """Return one sentence for people."""
+    best = diagnosis.hypotheses[0] if diagnosis.hypotheses else None
+    if best is None:
+        return "Nothing given says why the memory ran out."
+    if diagnosis.confidence is not Confidence.UNDECIDED:
+        return f"{best.what[0].upper()}{best.what[1:]}."
+    left = [h.what for h in diagnosis.hypotheses if h.strength is Strength.POSSIBLE]
+    if not left:
+        return "Every explanation that could be computed is excluded by the numbers."
+    return f"{len(left)} explanation{'s' * (len(left) > 1)} left: {'; '.join(left)}."

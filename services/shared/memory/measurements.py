@@ -1,0 +1,57 @@
+"""The one measurement that decides between the explanations that are left."""
+
+from __future__ import annotations
+
+from services.shared.memory.diagnosis import Hypothesis, Strength
+from services.shared.memory.evidence import Evidence
+from services.shared.memory.needs import Needs
+from services.shared.memory.sizes import format_size
+
+
+def next_measurement(
+    evidence: Evidence, needs: Needs | None, hypotheses: tuple[Hypothesis, ...]
+) -> str:
+    """Return what to measure next, and what each outcome would mean."""
+    left = [h for h in hypotheses if h.strength is Strength.POSSIBLE]
+    computed = [h for h in left if h.step is not None]
+    if len(computed) > 1:
+        return _by_step(computed)
+    message = evidence.message
+    if message is None or message.allocated is None or message.requested is None:
+        return (
+            "the whole message of the first rank that failed: bytes requested, allocated and "
+            "reserved, with its traceback" + _after_wrapping(evidence, needs, joint="; then ")
+        )
+    if evidence.shape is None:
+        return "the model's config.json: with it the request can be matched to a tensor"
+    after = _after_wrapping(evidence, needs, joint="")
+    return after or "the tokens of a rank's micro-batch and the step it failed in (progress bar)"
+
+
+def _by_step(left: list[Hypothesis]) -> str:
+    """Ask for step and direction: they tell the survivors apart, and every log has them."""
+    outcomes = []
+    for hypothesis in sorted(left, key=lambda h: (h.step or 0, h.what)):
+        direction = "forward" if _fails_forward(hypothesis) else "backward"
+        outcomes.append(f"step {hypothesis.step} {direction}: {hypothesis.what}")
+    return (
+        "the optimizer step it failed in and whether forward or backward (progress bar and "
+        f"traceback of the failing rank). {'; '.join(outcomes)}"
+    )
+
+
+def _fails_forward(hypothesis: Hypothesis) -> bool:
+    return any(f"step {hypothesis.step} forward" in reason for reason in hypothesis.reasons)
+
+
+def _after_wrapping(evidence: Evidence, needs: Needs | None, *, joint: str) -> str:
+    ranks = evidence.ranks
+    if needs is None or not ranks or ranks == 1:
+        return ""
+    count = needs.num_parameters
+    halves, floats, whole = (2 * count // ranks, 4 * count // ranks, 2 * count)
+    return (
+        f"{joint}memory_allocated() on every rank right after wrapping: {format_size(floats)} is "
+        f"sharded float32, {format_size(halves)} sharded bfloat16, {format_size(whole)} the whole "
+        "model"
+    )
