@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from services.api.errors import ProblemError
-from services.api.settings import ApiSettings
+from services.api.settings import ApiSettings, is_loopback
 
 
 class Scope(str, Enum):
@@ -82,7 +83,7 @@ def read_keys(path: Path) -> Keys:
 def keys_for(settings: ApiSettings) -> Keys:
     """Return the keys the API starts with. Raises ValueError for an open door on a network."""
     keys = read_keys(settings.api_keys_file) if settings.api_keys_file else Keys({})
-    if keys.is_open and not settings.is_loopback:
+    if keys.is_open and not is_loopback(settings.host):
         raise ValueError(
             f"Refusing to listen on {settings.host} without API keys: anybody who reaches it could "
             "submit jobs. Set STILLHOUSE_API_KEYS_FILE, or listen on 127.0.0.1."
@@ -102,6 +103,7 @@ def requires(scope: Scope | None) -> Callable[..., Awaitable[None]]:
     ) -> None:
         keys: Keys = request.app.state.parts.keys
         if keys.is_open:
+            _check_local(request)
             return
         key = keys.find(credentials.credentials) if credentials else None
         if key is None:
@@ -114,3 +116,23 @@ def requires(scope: Scope | None) -> Callable[..., Awaitable[None]]:
             raise ProblemError("forbidden", f"This needs a key with the scope {scope}.")
 
     return check
+
+
+def _check_local(request: Request) -> None:
+    """Refuse what a foreign web page makes a browser on this machine ask.
+
+    Without keys nothing else tells such a request from its user's: a page may post forms to
+    127.0.0.1, or let its own name point there.
+    """
+    origin = request.headers.get("origin")
+    asked = [f"//{request.headers.get('host', '')}", *([origin] if origin else [])]
+    for url in asked:
+        try:
+            host = urlsplit(url).hostname or ""
+        except ValueError:
+            host = ""
+        if not is_loopback(host):
+            raise ProblemError(
+                "forbidden",
+                "This server has no API keys, so it answers only requests to and from localhost.",
+            )

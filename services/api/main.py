@@ -36,6 +36,8 @@ def main() -> None:
     try:
         settings = ApiSettings()
         app = create(settings)
+        # Uploads are spooled where there is room for them; a container's /tmp may be memory.
+        tempfile.tempdir = str(settings.uploads_dir)
     except ValidationError as error:
         sys.exit("\n".join(f"STILLHOUSE_{_field(e)}: {e['msg']}" for e in error.errors()))
     except (ValueError, OSError) as error:
@@ -95,8 +97,6 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
 def _make_directories(settings: ApiSettings) -> None:
     for name in ("datasets_dir", "runs_dir", "models_dir", "uploads_dir"):
         getattr(settings, name).mkdir(parents=True, exist_ok=True)
-    # Uploads are spooled where there is room for them; a container's /tmp may be memory.
-    tempfile.tempdir = str(settings.uploads_dir)
 
 
 def _field(error: ErrorDetails) -> str:

@@ -39,12 +39,12 @@ class ApiSettings(JobSettings):
     def uploads_dir(self) -> Path:
         return self.data_dir / "uploads"
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can reach the API."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -140,7 +140,7 @@ class Platform:
         return not self.broker_is_away
 
     def client(self) -> TestClient:
-        return TestClient(create_app(self.parts()))
+        return TestClient(create_app(self.parts()), base_url="http://127.0.0.1:8000")
 
 
 def _settings(database_url: str, tmp_path: Path, **more: Any) -> ApiSettings:

@@ -77,6 +77,41 @@ def test_metrics_need_a_key_where_there_are_keys(client: Any) -> None:
     assert client.get("/metrics").status_code == 401
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://example.org"},
+        {"Origin": "null"},
+        {"Host": "rebound.example.org"},
+        {"Host": "127.0.0.1.example.org:8000"},
+        {"Host": "[::1"},
+    ],
+)
+def test_without_keys_a_foreign_page_gets_nothing(offline: Any, headers: dict[str, str]) -> None:
+    for method, path in [("GET", "/jobs"), ("POST", "/datasets"), ("POST", "/jobs/job_1/cancel")]:
+        response = offline.client().request(method, path, headers=headers)
+        assert response.status_code == 403
+        assert "localhost" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "localhost:8000", "Origin": "http://localhost:3000"},
+        {"Host": "[::1]:8000"},
+        {"Host": "127.0.0.1"},
+    ],
+)
+def test_without_keys_this_machine_gets_everything(offline: Any, headers: dict[str, str]) -> None:
+    response = offline.client().get("/jobs", headers=headers)
+    assert response.status_code == 503  # no database here, but the door was open
+
+
+def test_with_keys_the_name_of_the_server_is_free(client: Any) -> None:
+    headers = {**bearer("admin-key"), "Host": "gpu-7.example.org"}
+    assert client.get("/jobs", headers=headers).status_code == 503
+
+
 def settings(tmp_path: Path, **more: Any) -> ApiSettings:
     return ApiSettings(database_url="x", broker_url="x", data_dir=tmp_path, **more)
 

@@ -29,7 +29,22 @@ from services.shared.model.artifact import MANIFEST, load_classifier, read_artif
 from services.shared.model.tokens import Rows
 
 SETTINGS = ServingSettings(threads=1, dtype=ServingDtype.FLOAT32, compile=False)
-WORDS = ["the", "room", "was", "clean", "and", "staff", "kind", "battery", "died", "a", "good", "book", "about", "food"]
+WORDS = [
+    "the",
+    "room",
+    "was",
+    "clean",
+    "and",
+    "staff",
+    "kind",
+    "battery",
+    "died",
+    "a",
+    "good",
+    "book",
+    "about",
+    "food",
+]
 
 
 @pytest.fixture

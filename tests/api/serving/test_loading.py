@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.api.serving.loading import load_student
+from services.api.serving.packed import PackedEngine
 from services.api.serving.predictor import Predictor
 from services.api.serving.promoted import Promoted, StudentRefused
 from services.api.serving.settings import ServingDtype, ServingSettings
@@ -109,3 +110,34 @@ def test_a_predictor_without_student_leaves_torch_alone() -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_new_heads_over_the_same_backbone_share_its_weights(new_artifact: Any) -> None:
+    first = load_student(promoted(new_artifact("qwen3")), SETTINGS)
+    directory = new_artifact("qwen3")  # the same seed: the same backbone
+    weights = load_file(directory / "classifier_heads.safetensors")
+    turned = {k: v.flip(0).contiguous() for k, v in weights.items()}
+    save_file(turned, directory / "classifier_heads.safetensors")
+    golden = json.loads((directory / "golden.json").read_text())
+    for text in golden["texts"]:
+        text["logits"] = {head: values[::-1] for head, values in text["logits"].items()}
+    (directory / "golden.json").write_text(json.dumps(golden))
+    reseal(directory)
+
+    second = load_student(promoted(directory), SETTINGS, serving=[first])
+    assert isinstance(first.engine, PackedEngine)
+    assert isinstance(second.engine, PackedEngine)
+    assert second.engine.shares_weights_with(first.engine)
+    before = first.engine.run([[5, 6, 7]])
+    first.engine.close()
+    after = second.engine.run([[5, 6, 7]])
+    for head in before:
+        np.testing.assert_allclose(after[head], before[head][:, ::-1], atol=1e-5)
+
+
+def test_another_backbone_shares_nothing(new_artifact: Any) -> None:
+    first = load_student(promoted(new_artifact("qwen3")), SETTINGS)
+    second = load_student(promoted(new_artifact("qwen3", seed=1)), SETTINGS, serving=[first])
+    assert isinstance(first.engine, PackedEngine)
+    assert isinstance(second.engine, PackedEngine)
+    assert not second.engine.shares_weights_with(first.engine)

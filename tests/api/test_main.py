@@ -1,0 +1,102 @@
+"""The real parts joined: Postgres, Valkey, the follower; and what the server refuses to start with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.api.main import create
+from services.api.promotions import PAGE, PromotionFeed
+from services.api.settings import ApiSettings
+from services.shared.jobs.queue import depth, make_celery
+
+
+@pytest.fixture
+def settings(database_url: str, broker_url: str, data_dir: Path) -> ApiSettings:
+    return ApiSettings(database_url=database_url, broker_url=broker_url, data_dir=data_dir)
+
+
+@pytest.fixture
+def client(settings: ApiSettings) -> Iterator[TestClient]:
+    with TestClient(create(settings), base_url="http://127.0.0.1") as client:
+        yield client
+
+
+def test_every_part_answers(client: TestClient) -> None:
+    parts = client.get("/readyz").json()["parts"]
+    assert {name: part["ok"] for name, part in parts.items()} == {
+        "database": True,
+        "broker": True,
+        "data_dir": True,
+    }
+
+
+def test_a_job_lies_in_the_queue_of_its_worker(client: TestClient, settings: ApiSettings) -> None:
+    rows = "".join(f'{{"text": "t{n}", "head": "{n % 2}"}}\n' for n in range(20))
+    files = {"file": ("a.jsonl", rows.encode())}
+    dataset = client.post("/datasets", files=files, data={"heads": '[{"name": "head"}]'}).json()
+    model = {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True}}
+    body = {"kind": "teacher", "dataset_id": dataset["id"], "model": model}
+    assert client.post("/jobs", json=body).status_code == 202
+    assert depth(make_celery(settings), "teacher") == 1
+
+
+def test_the_serving_rooms_counters_are_in_the_same_metrics(client: TestClient) -> None:
+    assert "stillhouse_serving_queue_tokens 0.0" in client.get("/metrics").text
+
+
+def test_the_feed_reads_each_promotion_once_the_newest_first(desk: Any) -> None:
+    model_id = desk.succeed(desk.running())
+    feed = PromotionFeed(desk.store)
+    assert feed() == []
+    for _ in range(PAGE + 5):
+        desk.store.promote(model_id)
+    desk.store.promote(model_id, alias="challenger")
+    first = feed()
+    assert len(first) == PAGE + 6
+    assert (first[0].alias, first[0].version) == ("challenger", model_id)
+    assert first[0].directory == desk.platform.settings.model_dir(model_id)
+    assert feed() == first
+    newest = desk.store.promote(model_id)
+    assert [promoted.promotion_id for promoted in feed()] == [
+        newest.id,
+        *(promoted.promotion_id for promoted in first),
+    ]
+
+
+def start(**environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("STILLHOUSE_")}
+    return subprocess.run(
+        [sys.executable, "-m", "services.api.main"],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_missing_setting_is_named(tmp_path: Path) -> None:
+    done = start(STILLHOUSE_DATA_DIR=str(tmp_path), STILLHOUSE_PORT="many")
+    assert done.returncode == 1
+    for name in ("STILLHOUSE_DATABASE_URL", "STILLHOUSE_BROKER_URL", "STILLHOUSE_PORT"):
+        assert name in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_open_door_on_a_network_is_no_server(tmp_path: Path) -> None:
+    done = start(
+        STILLHOUSE_DATA_DIR=str(tmp_path),
+        STILLHOUSE_DATABASE_URL="postgresql://x",
+        STILLHOUSE_BROKER_URL="redis://x",
+        STILLHOUSE_HOST="0.0.0.0",
+    )
+    assert done.returncode == 1
+    assert "Refusing to listen on 0.0.0.0" in done.stderr
+    assert "Traceback" not in done.stderr
