@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 
 # A result that took days to compute outlives a restart of the database.
 _APPLY_SECONDS = 600.0
+_FIRST_PAUSE_SECONDS = 1.0
 
 
 def run_job(
@@ -136,7 +137,7 @@ def _apply(claim: Claim, outcome: Outcome, *, store: Store) -> Finished:
 
 def _finish(claim: Claim, outcome: Outcome, *, store: Store) -> Finished:
     deadline = time.monotonic() + _APPLY_SECONDS
-    pause = 1.0
+    pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
             return store.finish(claim, outcome)
