@@ -8,8 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from psycopg import sql
 
+from services.cli.servers import Server
 from services.shared.datasets.card import DatasetCard, Head, Split
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
@@ -18,6 +21,7 @@ from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.store import Store, open_store
+from services.shared.jobs.tables import Table
 from services.shared.jobs.views import Claim, JobView
 
 SENTIMENT = Head(name="sentiment", labels=["negative", "positive"])
@@ -114,6 +118,25 @@ class House:
 def failed(reason: Reason = Reason.CRASHED) -> Outcome:
     """The end of an attempt whose rank 0 crashed."""
     return Outcome(end=End.FAILED, reason=reason, message="Rank 0 crashed.", exit_code=1)
+
+
+@pytest.fixture(scope="session")
+def emptied_database(migrated: Server) -> str:
+    """A database of these tests' own, which each of them empties: quicker than a new one for each."""
+    admin = migrated.url.replace("+psycopg", "").replace("/stillhouse?", "/postgres?")
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE jobs_tests TEMPLATE stillhouse STRATEGY file_copy")
+    return migrated.url.replace("/stillhouse?", "/jobs_tests?")
+
+
+@pytest.fixture
+def database_url(emptied_database: str) -> str:
+    with psycopg.connect(emptied_database.replace("+psycopg", "")) as connection:
+        # As a replica does: without the triggers that guard foreign keys and promotions.
+        connection.execute("SET session_replication_role = replica")
+        for table in Table.metadata.tables:
+            connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table)))
+    return emptied_database
 
 
 @pytest.fixture
