@@ -21,6 +21,9 @@ FAMILIES = frozenset({"qwen3", "qwen2", "llama"})
 _FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 
 
+Heads = Mapping[str, tuple[Tensor, Tensor]]  # (weight [C, H], bias [C]) by head
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the forward needs to know of the configuration."""
@@ -182,8 +185,8 @@ def rotations(
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
-def take_heads(classifier: Classifier) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return (weight [C, H], bias [C]) of each head."""
+def take_heads(classifier: Classifier) -> Heads:
+    """Return the weights of a classifier's heads."""
     weights = classifier.heads.state_dict()
     return {
         head.name: (weights[f"{head.name}.weight"], weights[f"{head.name}.bias"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +15,7 @@ from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.engine import Engine, warm_up
 from services.api.serving.golden import check_golden
 from services.api.serving.int8 import Conversions, compiled_conversions, processor_has_int8
-from services.api.serving.layout import take_backbone, take_heads, why_not
+from services.api.serving.layout import Heads, take_backbone, take_heads, why_not
 from services.api.serving.packed import PackedEngine
 from services.api.serving.pieces import Pieces, compiled_pieces
 from services.api.serving.prediction import Calibration
@@ -23,6 +26,9 @@ from services.api.serving.slot import ActiveStudent
 from services.api.serving.threads import use_threads
 from services.api.serving.transformers_engine import TransformersEngine
 from services.shared.model.artifact import (
+    GOLDEN,
+    HEADS_FILE,
+    HEADS_WEIGHTS,
     Artifact,
     file_sha256,
     load_classifier,
@@ -37,9 +43,13 @@ DEFAULT_MAX_LENGTH = 512
 
 log = logging.getLogger(__name__)
 
+INT8 = "packed-int8"
 
-def load_student(promoted: Promoted, settings: ServingSettings) -> ActiveStudent:
-    """Load, check and warm the promoted student.
+
+def load_student(
+    promoted: Promoted, settings: ServingSettings, *, serving: Sequence[ActiveStudent] = ()
+) -> ActiveStudent:
+    """Load, check and warm the promoted student, over the weights of one that serves where it can.
 
     Raises StudentRefused where it does not answer its golden texts, ValueError or OSError where the
     artifact cannot be read.
@@ -52,7 +62,7 @@ def load_student(promoted: Promoted, settings: ServingSettings) -> ActiveStudent
     encoder = TokenizerEncoder(
         load_tokenizer(directory).backend_tokenizer.to_str(), max_length=max_length
     )
-    engine = build_engine(artifact, settings)
+    engine = _engine_over(artifact, serving) or build_engine(artifact, settings)
     try:
         check_golden(directory, heads=artifact.heads, encoder=encoder, engine=engine)
         warm_up(engine, batch_tokens=settings.batch_tokens, max_length=max_length)
@@ -70,7 +80,33 @@ def load_student(promoted: Promoted, settings: ServingSettings) -> ActiveStudent
         calibration=Calibration(
             {name: fitted.temperature for name, fitted in artifact.calibration.items()}
         ),
+        backbone=backbone_hash(artifact),
     )
+
+
+def backbone_hash(artifact: Artifact) -> str:
+    """Return one hash of everything in a sealed artifact that another set of heads would share."""
+    assert artifact.manifest is not None, "verified artifacts are sealed"
+    own = {HEADS_FILE, HEADS_WEIGHTS, GOLDEN}
+    shared = {name: sha for name, sha in artifact.manifest.files.items() if name not in own}
+    text = json.dumps([artifact.max_length, sorted(shared.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _engine_over(artifact: Artifact, serving: Sequence[ActiveStudent]) -> PackedEngine | None:
+    """Return an engine over the backbone of a student that serves; None where none has the same."""
+    backbone = backbone_hash(artifact)
+    for student in serving:
+        engine = student.engine
+        if student.backbone != backbone or not isinstance(engine, PackedEngine):
+            continue
+        # An 8-bit backbone passed its gate with its own heads, and with no others.
+        if engine.kind != INT8 and student.hold():
+            try:
+                return engine.with_heads(_read_heads(artifact, engine.dtype))
+            finally:
+                student.release()
+    return None
 
 
 def build_engine(artifact: Artifact, settings: ServingSettings) -> Engine:
@@ -120,7 +156,6 @@ def why_not_int8(artifact: Artifact, device: torch.device) -> str | None:
 
 def _int8_engine(artifact: Artifact, settings: ServingSettings, dtype: torch.dtype) -> Engine:
     compiles = settings.compile and shutil.which("g++") is not None
-    weights = read_heads(artifact.directory, artifact.heads)
     backbone = load_backbone(
         artifact.directory,
         max_length=artifact.max_length or DEFAULT_MAX_LENGTH,
@@ -129,17 +164,22 @@ def _int8_engine(artifact: Artifact, settings: ServingSettings, dtype: torch.dty
     )
     return PackedEngine(
         backbone,
-        {
-            head.name: (
-                weights[f"{head.name}.weight"].to(dtype),
-                weights[f"{head.name}.bias"].to(dtype),
-            )
-            for head in artifact.heads
-        },
+        _read_heads(artifact, dtype),
         threads=settings.threads,
         pieces=compiled_pieces() if compiles else Pieces(),
-        kind="packed-int8",
+        kind=INT8,
     )
+
+
+def _read_heads(artifact: Artifact, dtype: torch.dtype) -> Heads:
+    weights = read_heads(artifact.directory, artifact.heads)
+    return {
+        head.name: (
+            weights[f"{head.name}.weight"].to(dtype),
+            weights[f"{head.name}.bias"].to(dtype),
+        )
+        for head in artifact.heads
+    }
 
 
 def choose_device(name: str) -> torch.device:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.api.serving.attention import causal, from_last
-from services.api.serving.layout import Backbone, Layer, Shape
+from services.api.serving.layout import Backbone, Heads, Layer, Shape
 from services.api.serving.pieces import Pieces
 from services.api.serving.prediction import FloatArray
 from services.api.serving.threads import use_threads
@@ -42,14 +42,14 @@ class PackedEngine:
     def __init__(
         self,
         backbone: Backbone,
-        heads: dict[str, tuple[Tensor, Tensor]],  # (weight [C, H], bias [C]) by head
+        heads: Heads,
         *,
         threads: int,
         pieces: Pieces | None = None,
         kind: str | None = None,
     ) -> None:
         self._backbone: Backbone | None = backbone
-        self._heads = heads
+        self._heads: Heads = heads
         self._threads = threads
         self._pieces = pieces or Pieces()
         dtype = str(backbone.embedding.dtype).removeprefix("torch.")
@@ -66,6 +66,23 @@ class PackedEngine:
                 name: _unpack(F.linear(states, weight, bias), packing.order)
                 for name, (weight, bias) in self._heads.items()
             }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the heads' weights."""
+        assert self._backbone is not None, "the engine is closed"
+        return self._backbone.embedding.dtype
+
+    def shares_weights_with(self, other: PackedEngine) -> bool:
+        """Say whether both engines run the same backbone."""
+        return self._backbone is not None and self._backbone is other._backbone
+
+    def with_heads(self, heads: Heads) -> PackedEngine:
+        """Return an engine with other heads over the same weights; either may be closed first."""
+        assert self._backbone is not None, "the engine is closed"
+        return PackedEngine(
+            self._backbone, heads, threads=self._threads, pieces=self._pieces, kind=self.kind
+        )
 
     def close(self) -> None:
         """Let go of the weights."""

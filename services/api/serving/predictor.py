@@ -80,5 +80,8 @@ class Predictor:
     def _load(self, promoted: Promoted) -> ActiveStudent:
         check_memory(promoted.directory, reserve_bytes=self.settings.memory_reserve_bytes)
         loading = importlib.import_module(ENGINES)
-        student: ActiveStudent = loading.load_student(promoted, self.settings)
+        active = [self.slot.active(alias) for alias in self.slot.aliases()]
+        student: ActiveStudent = loading.load_student(
+            promoted, self.settings, serving=[each for each in active if each is not None]
+        )
         return student

@@ -35,6 +35,9 @@ class ActiveStudent:
     encoder: Encoder
     engine: Engine
     calibration: Calibration = field(default_factory=Calibration)
+    backbone: str = (
+        ""  # hash of all that is not heads: students with the same one can share weights
+    )
 
     _holders: int = field(default=0, init=False, repr=False)
     _retired: bool = field(default=False, init=False, repr=False)

@@ -21,7 +21,12 @@ from services.api.serving.int8 import (
 from services.api.serving.layout import Product
 from services.api.serving.loading import build_engine
 from services.api.serving.prepare import compare, prepare_int8
-from services.api.serving.prepared import prepared_weights, read_prepared
+from services.api.serving.prepared import (
+    PreparedInt8,
+    prepared_weights,
+    read_prepared,
+    write_prepared,
+)
 from services.api.serving.settings import EngineChoice, ServingDtype, ServingSettings
 from services.api.serving.smoothing import largest_activations, smooth
 from services.shared.datasets.card import Head, HeadType
@@ -117,29 +122,53 @@ def test_smoothing_evens_out_outliers_and_leaves_the_logits_alone(new_artifact: 
         assert spread[1] < spread[0]
 
 
-def test_what_was_prepared_serves_and_answers_nearly_alike(
+def test_preparing_records_how_the_8_bit_student_compares(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
     prepared = prepare_int8(directory, dataset, texts=60, threads=1)
     assert prepared == read_prepared(directory)
-    assert prepared.passed, prepared.heads
     assert {head.texts for head in prepared.heads.values()} == {60}
+    # Random weights decide many texts by a hair, so a few may turn; a broken path turns half.
+    assert min(head.agreement for head in prepared.heads.values()) > 0.9
+    assert prepared.passed == all(head.passed for head in prepared.heads.values())
+
+
+def test_what_passed_its_gate_serves_and_answers_nearly_alike(
+    new_artifact: Callable[..., Path], dataset: Path
+) -> None:
+    directory = new_artifact("qwen3")
+    record_gate(directory, prepare_int8(directory, dataset, texts=10, threads=1), passed=True)
     artifact = read_artifact(directory)
     engine = build_engine(artifact, SETTINGS)
     assert engine.kind == "packed-int8"
-    plain = build_engine(artifact, ServingSettings(threads=1, engine=EngineChoice.PACKED))
+    plain = build_engine(artifact, SETTINGS.model_copy(update={"engine": EngineChoice.PACKED}))
     texts = [[5, 9, 7, 30], [8], [8, 8, 200, 31, 4, 90]]
     exact, given = plain.run(texts), engine.run(texts)
     for head, values in exact.items():
         assert np.abs(values - given[head]).mean() < 0.1 * np.abs(values).mean()
 
 
+def test_what_failed_its_gate_does_not_serve_in_8_bits(
+    new_artifact: Callable[..., Path], dataset: Path
+) -> None:
+    directory = new_artifact("qwen3")
+    record_gate(directory, prepare_int8(directory, dataset, texts=10, threads=1), passed=False)
+    assert build_engine(read_artifact(directory), SETTINGS).kind == "packed-float32"
+
+
+def record_gate(directory: Path, prepared: PreparedInt8, *, passed: bool) -> None:
+    heads = {
+        name: head.model_copy(update={"passed": passed}) for name, head in prepared.heads.items()
+    }
+    write_prepared(directory, prepared.model_copy(update={"heads": heads, "passed": passed}))
+
+
 def test_an_artifact_that_was_exported_anew_is_not_served_from_old_weights(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    prepare_int8(directory, dataset, texts=10, threads=1)
+    record_gate(directory, prepare_int8(directory, dataset, texts=10, threads=1), passed=True)
     (directory / MANIFEST).write_text((directory / MANIFEST).read_text() + " ")
     assert read_prepared(directory) is None
     assert build_engine(read_artifact(directory), SETTINGS).kind == "packed-float32"
@@ -149,7 +178,7 @@ def test_prepared_weights_that_were_altered_are_not_served(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    prepare_int8(directory, dataset, texts=10, threads=1)
+    record_gate(directory, prepare_int8(directory, dataset, texts=10, threads=1), passed=True)
     weights = prepared_weights(directory)
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     only_int8 = SETTINGS.model_copy(update={"engine": EngineChoice.PACKED_INT8})
