@@ -34,7 +34,10 @@ def test_any_value_comes_back_clean(house: House, value: Any, text: str) -> None
             select(bindparam("value", value, CleanJson), bindparam("text", text, CleanText))
         ).one()
     json.dumps(kept, allow_nan=False)
-    assert isinstance(kept, type(value)) or kept is None
+    # Postgres keeps numbers, not their kind: 1e300 comes back as a whole number.
+    assert (
+        isinstance(kept, int | float if isinstance(value, float) else type(value)) or kept is None
+    )
     assert len(kept_text) == len(text)
     kept_text.encode()
     assert "\x00" not in kept_text

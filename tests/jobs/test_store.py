@@ -139,6 +139,11 @@ def test_a_cursor_of_another_list_is_refused(house: House, cursor: str) -> None:
         house.store.promotions(cursor=cursor)
 
 
+@pytest.mark.parametrize(("after_seq", "told"), [(-(2**70), 1), (0, 1), (2**70, 0)])
+def test_events_are_replayed_after_any_number(house: House, after_seq: int, told: int) -> None:
+    assert len(house.store.events(house.queued().id, after_seq=after_seq)) == told
+
+
 # Moving
 
 

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session, load_only
 from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.moves import append_state_event, move
-from services.shared.jobs.paging import checked_limit
+from services.shared.jobs.paging import LARGEST_SEQ, checked_limit
 from services.shared.jobs.references import References, check_references
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, job_spec
 from services.shared.jobs.state import JobState, Reason
@@ -109,6 +109,7 @@ def list_page(
 
 def events(session: Session, job_id: str, *, after_seq: int, limit: int) -> list[EventView]:
     """Return events of a job in order; raises NotFound for an unknown job."""
+    after_seq = max(0, min(after_seq, LARGEST_SEQ))
     rows = session.scalars(
         select(EventRow)
         .where(EventRow.job_id == job_id, EventRow.seq > after_seq)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.shared.jobs.errors import InvalidInput
 
 MAX_LIMIT = 500
-_LARGEST_SEQ = 2**63 - 1
+LARGEST_SEQ = 2**63 - 1  # of a Postgres bigint
 
 
 def checked_limit(limit: int) -> int:
@@ -15,10 +15,10 @@ def checked_limit(limit: int) -> int:
     return limit
 
 
-def cursor_seq(cursor: str | None, *, field: str = "cursor") -> int | None:
+def cursor_seq(cursor: str | None) -> int | None:
     """Return the sequence number in a cursor; raises InvalidInput where there is none."""
     if cursor is None:
         return None
-    if not cursor.isascii() or not cursor.isdigit() or int(cursor[:20]) > _LARGEST_SEQ:
-        raise InvalidInput(f"{field}: {cursor[:40]!r} is not a cursor of this list", field=field)
+    if not cursor.isascii() or not cursor.isdigit() or int(cursor[:20]) > LARGEST_SEQ:
+        raise InvalidInput(f"cursor: {cursor[:40]!r} is not a cursor of this list", field="cursor")
     return int(cursor)
