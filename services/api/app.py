@@ -12,7 +12,7 @@ from services.api import errors
 from services.api.body import BodyLimit
 from services.api.deps import Parts
 from services.api.openapi import describe
-from services.api.routes import datasets, health, jobs, models, plans, predict, runs
+from services.api.routes import datasets, diagnoses, health, jobs, models, plans, predict, runs
 from services.api.telemetry import InfoCollector, Observe
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -34,6 +34,7 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
         jobs.writes,
         jobs.reads,
         runs.router,
+        diagnoses.router,
         models.router,
         predict.router,
         health.router,

@@ -115,7 +115,7 @@ JobId = Annotated[str, Depends(_job_id)]
 DatasetId = Annotated[str, Depends(_dataset_id)]
 ModelId = Annotated[str, Depends(_model_id)]
 
-Limit = Annotated[int, Query(ge=1, le=200, description="Most items of one page.")]
+Limit = Annotated[int, Query(ge=1, le=500, description="Most items of one page.")]
 Cursor = Annotated[
     str | None,
     Query(max_length=200, pattern=r"^[A-Za-z0-9_=-]+$", description="`next_cursor` of a page."),

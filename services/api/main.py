@@ -18,6 +18,7 @@ from services.api.admission import Admitter
 from services.api.app import create_app
 from services.api.deps import Parts
 from services.api.keys import keys_for
+from services.api.logs import configure_logs
 from services.api.promotions import PromotionFeed
 from services.api.serving.predictor import Predictor
 from services.api.settings import ApiSettings
@@ -33,6 +34,7 @@ GRACE_SECONDS = 10  # for requests under way when the server is asked to stop
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM; exit 1 with one sentence where that cannot be begun."""
+    configure_logs()
     try:
         settings = ApiSettings()
         app = create(settings)
@@ -46,6 +48,7 @@ def main() -> None:
         app,
         host=settings.host,
         port=settings.port,
+        log_config=None,  # ours
         access_log=False,  # counted in /metrics; what fails is logged with its request id
         server_header=False,
         timeout_graceful_shutdown=GRACE_SECONDS,

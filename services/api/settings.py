@@ -31,8 +31,8 @@ class ApiSettings(JobSettings):
         15.0, gt=0, description="A stream that says nothing so long sends a comment."
     )
 
-    event_stream_seconds: float = Field(
-        3600.0, gt=0, description="A stream ends after so long; clients reconnect and go on."
+    event_stream_seconds: float | None = Field(
+        None, gt=0, description="A stream ends after so long; when the job ends if left out."
     )
 
     @property

@@ -151,6 +151,27 @@ def test_any_bytes_are_answered(client: Any, body: bytes, media_type: str, path:
     assert_told(client.post(path, content=body, headers={"content-type": media_type}))
 
 
+CASE = {
+    "log": "CUDA out of memory. Tried to allocate 250.00 MiB",
+    "model_name": "Qwen3-8B",
+    "model": {"num_layers": 2, "hidden_size": 8, "vocab_size": 10, "num_heads": 2},
+    "ranks": 2,
+    "heads": [2],
+    "device_memory_bytes": 2**36,
+    "optimizer": "adamw",
+    "sharding_strategy": "FSDP1 full_shard",
+    "micro_batch": 1,
+    "observed": {"sharded_units": 3, "dtypes": ["float32"]},
+    "versions": {"torch": "2.13"},
+}
+
+
+@ONE_APP
+@given(body=mutated([CASE]))
+def test_any_case_is_diagnosed_or_refused(client: Any, body: Any) -> None:
+    assert_told(post(client, "/diagnoses", body))
+
+
 JSONL_ROW = {"text": "a", "sentiment": "good", "labels": {"sentiment": "x"}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -86,7 +87,7 @@ def _wants_json(request: Request) -> bool:
 
 async def _events(job_id: str, *, parts: Parts, after_seq: int) -> AsyncIterator[ServerSentEvent]:
     clock = asyncio.get_running_loop().time
-    ends_at = clock() + parts.settings.event_stream_seconds
+    ends_at = clock() + (parts.settings.event_stream_seconds or math.inf)
     progress = None
     while clock() < ends_at:  # a client reconnects by itself and names the last id it saw
         try:

@@ -1,0 +1,43 @@
+"""Diagnoses: what an out-of-memory error says, for jobs of this platform and of any other."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends
+
+from services.api.body import screen_json
+from services.api.keys import requires
+from services.api.openapi import problems
+from services.shared.memory.case import Case
+from services.shared.memory.forensics import diagnose
+
+router = APIRouter(
+    tags=["diagnoses"],
+    dependencies=[Depends(requires(None)), Depends(screen_json)],
+    responses=problems(400, 401, 403, 413, 422, 500),
+)
+
+_FIELDS = ", ".join(field.name for field in fields(Case) if field.name != "ignored")
+_EXAMPLE = {
+    "log": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 250.00 MiB. GPU 0 has a "
+    "total capacity of 63.98 GiB of which 112.00 MiB is free.",
+    "model_name": "Qwen3-32B",
+    "ranks": 8,
+    "sharding_strategy": "FSDP1 full_shard",
+    "optimizer": "adamw",
+}
+CaseBody = Annotated[
+    dict[str, Any],
+    Body(
+        description=f"What is known of the failed job; every field is optional: {_FIELDS}.",
+        examples=[_EXAMPLE],
+    ),
+]
+
+
+@router.post("/diagnoses", operation_id="diagnose")
+def diagnose_case(case: CaseBody) -> dict[str, Any]:
+    """Read an out-of-memory error: its cause, how sure that is, and what would help."""
+    return diagnose(Case.from_json(case)).to_json()
