@@ -143,13 +143,13 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
         sharded.module.train()
         loss_sum = torch.zeros((), device=world.device)
 
-        for i, rows in enumerate(step.micro_batches[world.rank]):
+        for part, rows in enumerate(step.micro_batches[world.rank]):
             batch = collate(train, rows, pad_id).to(world.device)
             with probe.phase("forward", step=number):
                 logits = sharded.module(batch.input_ids, batch.attention_mask)  # [B, C] by head
                 loss = combined_loss(logits, batch.labels, heads, counts, weights)
-            last = i + 1 == step.num_micro_batches
-            optimizer.before_backward(learning_rate=rate, step=state.step, last=last)
+            parts = step.num_micro_batches
+            optimizer.before_backward(learning_rate=rate, step=state.step, part=part, parts=parts)
             with probe.phase("backward", step=number):
                 # The engine averages gradients over the ranks; the loss is a share of a whole.
                 (loss * world.size).backward()  # type: ignore[no-untyped-call]

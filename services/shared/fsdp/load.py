@@ -209,7 +209,8 @@ def _key(name: str, where: dict[str, TensorFile], *, prefix: str) -> str:
         if key in where:
             return key
     raise ValueError(
-        f"the files hold no tensor for parameter {name!r} (looked for {', '.join(candidates[:3])})"
+        f"the files hold no tensor for parameter {name!r} "
+        f"(looked for {', '.join(dict.fromkeys(candidates))})"
     )
 
 

@@ -1,0 +1,43 @@
+"""Runs `rank_checks.py` once on two gloo ranks; every test reads what its check measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return the result of a check by name; a check that failed on the ranks fails the test."""
+    directory = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(Path(__file__).with_name("rank_checks.py"))]
+    run = subprocess.run(
+        [*command, str(directory)],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+    def result(name: str) -> Any:
+        path = directory / f"{name}.json"
+        if not path.exists():
+            pytest.fail(f"the ranks ended before {name}:\n{run.stderr[-4000:]}")
+        record = json.loads(path.read_text())
+        if "error" in record:
+            pytest.fail(record["error"])
+        return record["result"]
+
+    return result

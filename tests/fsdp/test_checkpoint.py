@@ -1,0 +1,52 @@
+"""A checkpoint is whole or not there, and continues to the bit."""
+
+from __future__ import annotations
+
+import pytest
+
+RECIPES = ["adamw", "adamw_bf16", "adafactor", "in backward"]
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_continues_to_the_bit(measured, engine, recipe):
+    found = measured("checkpoints")[f"{engine} {recipe}"]
+    assert found["losses_equal"]
+    assert found["weights_equal"]
+    assert found["loop"] == {"x": 1}
+
+
+def test_nothing_is_pickled(measured):
+    assert all(not found["pickles"] for found in measured("checkpoints").values())
+
+
+@pytest.mark.parametrize("reader", ["fsdp2 none", "fsdp1 full"])
+def test_another_layout_reads_what_two_ranks_saved(measured, reader):
+    assert measured("checkpoints_change_hands")[reader] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("bits", "rank-00001.safetensors is damaged"),
+        ("short", "rank-00001.safetensors has"),
+        ("missing", "rank-00001.safetensors"),
+        ("optimizer", "saved with optimizer adamw, the job asks for sgd"),
+        ("model", "is of another model"),
+    ],
+)
+def test_damaged_and_foreign_checkpoints_are_refused_by_name(measured, case, words):
+    found = measured("damaged_checkpoints")[case]
+    assert found["reason"] == "bad_checkpoint"
+    assert words in found["message"]
+
+
+def test_a_disk_that_fills_up_while_saving_leaves_the_last_good_checkpoint(measured):
+    found = measured("crash_while_saving")
+    assert found["errors"] == [1.0]
+    assert found["latest"] == "step-00000001"
+    assert "rank-00001.safetensors" not in found["left"]
+
+
+def test_only_the_latest_checkpoints_are_kept(measured):
+    assert measured("retention") == ["step-00000010", "step-00000011"]
