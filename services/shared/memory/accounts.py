@@ -40,9 +40,13 @@ class Accounts:
 
     @property
     def intruder_bytes(self) -> int:
-        """Return what is on the card beyond this process and its usual overhead."""
+        """Return what is on the card beyond this process and its usual overhead.
+
+        Less than a gibibyte is the print's rounding, or another context; it counts as nothing.
+        """
         beyond = max(0, (self.outside_bytes or 0) - USUAL_OUTSIDE_BYTES)
-        return max(self.elsewhere_bytes or 0, beyond)
+        intruder = max(self.elsewhere_bytes or 0, beyond)
+        return intruder if intruder >= GIB else 0
 
     @property
     def fits_when_packed(self) -> bool | None:

@@ -95,7 +95,7 @@ def saving(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         return None
     if evidence.framework in (Framework.DDP, Framework.NONE):
         return None
-    reasons = ["it failed while saving: the full state dict is gathered on the card"]
+    reasons = ["it failed while saving or resuming: the full state dict is gathered on the card"]
     whole = [c for c in evidence.candidates if c.divided_by == 1 and c.match is Match.EXACT]
     if whole:
         reasons.append(f"the request is one whole tensor: {whole[0].what}, {whole[0].dtype}")
@@ -201,7 +201,7 @@ def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         return likely(Cause.CAPACITY, what, text)
     held = needs.rank_state_bytes
     if evidence.framework is None and evidence.ranks != 1:
-        return None
+        held = needs.sharded_state_bytes or 0  # nobody said whether it is divided: the best case
     text = (
         f"parameters, gradients and optimizer take {format_size(held)} a rank at "
         f"{needs.bytes_per_parameter} bytes a parameter, of {format_size(card)} usable"

@@ -169,13 +169,14 @@ OTHER_FORMATS = tuple(
             Backend.HIP,
         ),
         (
-            r"DataLoader worker \(pid.{0,20}\) is killed by signal: (?:Killed|Bus error)",
+            r"DataLoader worker \(pid.{0,20}\) is killed by signal: (?:Killed|Bus error)"
+            r"|insufficient shared memory",
             "H2",
             MessageKind.KILLED,
             Backend.HOST,
         ),
         (
-            r"\[Errno 12\] Cannot allocate memory|\bMemoryError\b|std::bad_alloc",
+            r"Cannot allocate memory|\bMemoryError\b|std::bad_alloc",
             "H4",
             MessageKind.HOST_ALLOCATOR,
             Backend.HOST,
@@ -188,9 +189,9 @@ OTHER_FORMATS = tuple(
             Backend.HOST,
         ),
         (
-            r"exit ?codes?\s*[:=]?\s*-9\b|return code\s*[:=]?\s*-9\b|Signal 9 \(SIGKILL\)"
-            r"|signal SIGKILL|[Dd]etected [0-9]{1,9} oom[_-]kill event|\boom-kill:|OOMKilled"
-            r"|[Oo]ut of memory: Killed process|\bexit code:? 137\b",
+            r"exit ?(?:codes?|status)\s*[:=]?\s*(?:-9|137)\b|return ?code\s*[:=]?\s*-9\b"
+            r"|(?<!via )(?<!via Signals\.)SIGKILL|\bsignal 9\b|OOMKilled|[Oo][Oo][Mm][ _-]?[Kk]ill"
+            r"|[Oo]ut of memory: Kill|(?:^|[0-9:]\s+)Killed\b",
             "H1",
             MessageKind.KILLED,
             Backend.HOST,
@@ -202,6 +203,8 @@ PROSE_OUT = re.compile(
     r"\b(?:(?P<backend>CUDA|HIP|NPU|XPU|MPS) )?(?:out[- ]of[- ]memory|OOM)\b",
     re.ASCII | re.IGNORECASE,
 )
+# The head of a message whose numbers were not quoted.
+BARE_OUT = re.compile(rf"\b(?P<backend>{DEVICES}|MPS) out of memory|\bOutOfMemoryError\b", re.ASCII)
 PROSE_ALLOCATED = re.compile(
     rf"({SIZE})\s+(?:(?:is|was|were|had been|already)\s+){{0,3}}(?:allocated|in use)\b"
     rf"|\ballocated[:=]?\s+(?:about |~)?({SIZE})",

@@ -34,6 +34,7 @@ from services.shared.memory.wording import (
 
 # A stated number of parameters further than this from a published shape means another model.
 _SAME_MODEL = 0.12
+_ADAPTERS = re.compile(r"\bq?lora\b|\bpeft\b|adapters?\b|\bfrozen\b", re.IGNORECASE)
 _CLASSIFIER = re.compile(r"classif|\bheads?\b|backbone|teacher|student", re.IGNORECASE)
 
 
@@ -62,8 +63,9 @@ class Evidence:
 
     @property
     def framework(self) -> Framework | None:
-        """Who was configured to distribute the training."""
-        return self.case.framework or self.strategy.framework
+        """Who was configured to distribute the training, else whose code the traceback shows."""
+        told = self.case.framework or self.strategy.framework
+        return told or (Framework(self.log.engine) if self.log.engine else None)
 
     @property
     def sharding(self) -> Sharding | None:
@@ -97,6 +99,11 @@ class Evidence:
         """Whether parameters or optimizer state were meant to lie in host memory."""
         told = (self.case.offload or "").strip().lower()
         return self.strategy.offload or told not in ("", "none", "false", "no")
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether only small adapters are trained: the rest has no gradient and no state."""
+        return bool(_ADAPTERS.search(f"{self.case.words} {self.case.optimizer or ''}"))
 
     @property
     def shards_parameters(self) -> bool:
@@ -152,7 +159,7 @@ def _phase(case: Case, sites: tuple[Site, ...]) -> FailurePhase | None:
 
 _PHASE_OF_SITES = (
     (FailurePhase.SAVE, (Site.SAVING,)),
-    (FailurePhase.OPTIMIZER_STEP, (Site.OPTIMIZER,)),
+    (FailurePhase.OPTIMIZER_STEP, (Site.OPTIMIZER, Site.STATE)),
     (FailurePhase.BACKWARD, (Site.BACKWARD,)),
     (FailurePhase.EVALUATE, (Site.EVALUATING, Site.GENERATING)),
     (FailurePhase.FORWARD, (Site.FORWARD, Site.LOSS, Site.ATTENTION)),

@@ -30,6 +30,8 @@ from services.shared.memory.wording import FailurePhase
 
 # What a timeline answers better than a count of bytes per parameter does.
 _COUNTED = frozenset({Cause.CAPACITY, Cause.FRAGMENTATION})
+# State of this share leaves no room for one gathered layer and its gradient, whatever the model.
+_FULL_SHARE = 0.85
 
 
 def diagnose(case: Case) -> Diagnosis:
@@ -55,7 +57,7 @@ def diagnose(case: Case) -> Diagnosis:
         hypotheses=hypotheses,
         next_measurement=next_measurement(evidence, needs, hypotheses) if undecided else None,
         remedies=propose(evidence, needs, cause, hypotheses),
-        notes=_notes(evidence),
+        notes=_notes(evidence, needs),
         needs=_needs_json(evidence, needs),
     )
     return replace(diagnosis, summary=_summary(diagnosis))
@@ -63,7 +65,7 @@ def diagnose(case: Case) -> Diagnosis:
 
 def _weighed(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
     """Return all explanations, the strongest first; equals stay in the order of their authority."""
-    told = tuple(_optimizer_or_capacity(evidence, h) for h in from_evidence(evidence, needs))
+    told = tuple(_optimizer_or_capacity(evidence, needs, h) for h in from_evidence(evidence, needs))
     computed = from_timelines(evidence)
     if computed:
         told = tuple(h for h in told if h.cause not in _COUNTED)
@@ -79,23 +81,38 @@ def _raised(hypothesis: Hypothesis) -> Hypothesis:
     return replace(hypothesis, strength=Strength.LIKELY)
 
 
-def _optimizer_or_capacity(evidence: Evidence, hypothesis: Hypothesis) -> Hypothesis:
+def _optimizer_or_capacity(
+    evidence: Evidence, needs: Needs | None, hypothesis: Hypothesis
+) -> Hypothesis:
     """Blame the update's temporaries only where the job fits without them."""
     if hypothesis.cause is not Cause.OPTIMIZER_TEMPORARIES:
         return hypothesis
-    without = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED)
-    if without is None or without.verdict is Verdict.FITS:
+    text = _crowded_without(evidence, needs)
+    if text is None:
         return hypothesis
-    text = (
-        f"without them the job still peaks at {format_size(without.peak_bytes)} of "
-        f"{format_size(without.budget_bytes)}: {without.verdict}"
-    )
     return replace(
         hypothesis,
         cause=Cause.CAPACITY,
         what="the job needs more than the card has, with the update's temporaries on top",
         reasons=(*hypothesis.reasons, text),
     )
+
+
+def _crowded_without(evidence: Evidence, needs: Needs | None) -> str | None:
+    """Say how the job crowds the card even without temporaries, or None where it does not."""
+    without = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED)
+    if without is not None:
+        if without.verdict is Verdict.FITS:
+            return None
+        return (
+            f"without them the job still peaks at {format_size(without.peak_bytes)} of "
+            f"{format_size(without.budget_bytes)}: {without.verdict}"
+        )
+    card = evidence.accounts.usable_bytes or evidence.card_bytes
+    held = needs.rank_state_bytes if needs else None
+    if not card or not held or held < _FULL_SHARE * card:
+        return None
+    return f"without them its state alone takes {format_size(held)} of {format_size(card)}"
 
 
 def _verdict(hypotheses: tuple[Hypothesis, ...]) -> tuple[Cause, Confidence]:
@@ -116,7 +133,7 @@ def _sharding(evidence: Evidence, cause: Cause) -> tuple[Sharded, tuple[str, ...
     return sharded, shown
 
 
-def _notes(evidence: Evidence) -> tuple[str, ...]:
+def _notes(evidence: Evidence, needs: Needs | None) -> tuple[str, ...]:
     """Return what a reader must know to judge the diagnosis."""
     notes = [
         f"field {name!r} is not part of a case and was ignored" for name in evidence.case.ignored
@@ -134,6 +151,7 @@ def _notes(evidence: Evidence) -> tuple[str, ...]:
         notes.append("a size beyond an exbibyte is a corrupt one: look for the error before it")
     if message is not None and message.kind is MessageKind.MASKED:
         notes.append("the assertion hides an ordinary out-of-memory error and its numbers")
+    notes += _coincidence(evidence, needs)
     if len(evidence.shapes) > 1:
         notes.append(
             "the name may stand for the backbone or for the language model: both were tried"
@@ -147,6 +165,21 @@ def _notes(evidence: Evidence) -> tuple[str, ...]:
     if evidence.case.sequence_length is None and evidence.shape is not None:
         notes.append("tokens per rank were not told: predicted peaks take 1 x 2048")
     return tuple(notes)
+
+
+def _coincidence(evidence: Evidence, needs: Needs | None) -> list[str]:
+    """Warn where a rank's share of the state has the size of the whole model."""
+    allocated = evidence.accounts.allocated_bytes
+    if needs is None or needs.rank_state_bytes is None or allocated is None:
+        return []
+    state, whole, ranks = needs.rank_state_bytes, needs.whole_weights_bytes, evidence.ranks or 1
+    if ranks == 1 or abs(state - whole) > 0.02 * whole or abs(allocated - whole) > 0.05 * whole:
+        return []
+    return [
+        f"{needs.bytes_per_parameter} bytes a parameter over {ranks} ranks is {format_size(state)}, "
+        f"and so is the whole model in 2 bytes: that {format_size(allocated)} were allocated cannot "
+        "tell a sharded job from an unsharded one"
+    ]
 
 
 def _needs_json(evidence: Evidence, needs: Needs | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 
 from services.shared.memory.catalogue import (
+    BARE_OUT,
     DEVICE_INDEX,
     FIELDS,
     HEAD,
@@ -109,7 +110,7 @@ def read_message(text: str) -> Message | None:
         start = max(0, found.start() - 60)
         text = flat[start : start + _EXCERPT]
         return Message(format_id, kind, backend, requested, text=text)
-    return _read_prose(flat)
+    return _read_prose(flat) or _read_bare(flat)
 
 
 def _read_allocator(flat: str, head: re.Match[str]) -> Message:
@@ -248,4 +249,18 @@ def _read_prose(flat: str) -> Message | None:
         requested=read_printed_size(requested[1] or requested[2]) if requested else None,
         allocated=read_printed_size(allocated[1] or allocated[2]) if allocated else None,
         text=nearby[:_EXCERPT],
+    )
+
+
+def _read_bare(flat: str) -> Message | None:
+    """Read the bare statement that a device ran out, without a number."""
+    found = BARE_OUT.search(flat)
+    if found is None:
+        return None
+    start = max(0, found.start() - 60)
+    return Message(
+        format_id="unquoted",
+        kind=MessageKind.PROSE,
+        backend=_backend(found["backend"]),
+        text=flat[start : start + _EXCERPT],
     )

@@ -23,10 +23,9 @@ _ZERO3_HOST_FACTOR = 1.5
 class Needs:
     """Bytes per rank; `whole_*` if nothing is sharded, `rank_*` under the configured sharding.
 
-    What depends on a number of ranks that nobody told is None.
-
     `state` is parameters, gradients and optimizer as configured, else mixed precision with Adam at
-    16 B per parameter; `smallest_weights` are the weights alone in their narrowest form.
+    16 B per parameter; the weights alone where only adapters are trained. What depends on a number
+    of ranks that nobody told is None.
     """
 
     num_parameters: int
@@ -55,6 +54,8 @@ def needs_of(evidence: Evidence) -> Needs | None:
     weights = count * weight_bits // 8
     per_parameter = _bytes_per_parameter(evidence)
     state = count * per_parameter
+    if evidence.trains_adapters:
+        per_parameter, state = max(1, weight_bits // 8), weights
     return Needs(
         num_parameters=count,
         bytes_per_parameter=per_parameter,
@@ -94,6 +95,8 @@ def _rank_state(evidence: Evidence, state: int) -> int | None:
         return None
     if evidence.shards_parameters:
         return state // ranks
+    if evidence.trains_adapters:
+        return state
     # Whole weights, and gradients that are whole until they are reduced, at 2 bytes each.
     return 4 * count + (state - 4 * count) // ranks
 

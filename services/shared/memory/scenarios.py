@@ -140,12 +140,16 @@ def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
             {**once, "activation_checkpointing": False},
         )
     yield Scenario(
-        "one unit for the whole model (no wrap policy in effect)",
+        "wrap too coarse: one unit for the whole model",
         Cause.WRAP_TOO_COARSE,
         {**once, "wrap": Wrap.ROOT},
     )
     whole = {"sharding": Sharding.NONE, "engine": Engine.DDP, **once, **_untouched(evidence)}
-    yield Scenario("no sharding unit at all: a replica per rank", Cause.NOT_SHARDED, whole)
+    yield Scenario(
+        "no sharding unit at all (FSDP units = 0): a replica on every rank",
+        Cause.NOT_SHARDED,
+        whole,
+    )
     listed = cards_listed(case.words)
     if listed and listed != evidence.ranks:
         yield Scenario(

@@ -16,6 +16,7 @@ class Site(str, Enum):
     LOSS = "loss"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
+    STATE = "state"  # the optimizer's state is created, in its first step
     FOREACH = "foreach"  # multi-tensor optimizer
     SAVING = "saving"
     EVALUATING = "evaluating"
@@ -68,8 +69,9 @@ _SITES: tuple[tuple[Site, str], ...] = (
     (
         Site.OPTIMIZER,
         r"optimizer\.step|optim/(?:_multi_tensor|adamw?|sgd|optimizer)|_multi_tensor_adamw?"
-        r"|_init_group|exp_avg|_foreach_(?:sqrt|add|mul|div|lerp|addc)",
+        r"|_foreach_(?:sqrt|add|mul|div|lerp|addc)",
     ),
+    (Site.STATE, r"_init_group|\[.exp_avg(?:_sq)?.\] ?="),
     (Site.FOREACH, r"_foreach_|_multi_tensor_"),
     (
         Site.SAVING,
@@ -118,6 +120,16 @@ NOTE_WORDS = (
     "communicator was aborted",
     "roundup_power2_divisions",
 )
+_ENGINES = tuple(
+    (name, re.compile(words))
+    for name, words in (
+        ("zero3", r"zero/(?:stage3|partition_parameters|partitioned_param)"),
+        ("zero2", r"zero/stage_1_and_2"),
+        ("fsdp2", r"_fully_shard/|fsdp/_fsdp_|foreach_all_gather"),
+        ("fsdp1", r"fsdp/(?:fully_sharded|_flat_param|_runtime|flat_param)|FlatParam"),
+        ("ddp", r"nn/parallel/distributed\.py"),
+    )
+)
 _CLONED_TENSOR = re.compile(r"Failed to clone\(\) tensor with name ([\w.]{1,200})")
 _DIVISIONS = re.compile(r"roundup_power2_divisions:([0-9]{1,3})")
 _PROGRESS = re.compile(r"\b([0-9]{1,9})/([0-9]{1,9}) \[[0-9:?]{2,12}<")
@@ -133,6 +145,11 @@ def sites_in(text: str) -> tuple[Site, ...]:
         if site is Site.OPTIMIZER and "_foreach_" in found[0]:
             seen[Site.FOREACH] = None
     return tuple(seen)
+
+
+def engine_in(text: str) -> str | None:
+    """Return whose code a traceback runs through: fsdp1, fsdp2, zero2, zero3 or ddp."""
+    return next((name for name, words in _ENGINES if words.search(text)), None)
 
 
 def notes_in(text: str) -> frozenset[Note]:

@@ -18,6 +18,7 @@ from services.shared.memory.sites import (
     Note,
     Site,
     cloned_tensor_in,
+    engine_in,
     finished_steps_in,
     notes_in,
     power2_divisions_in,
@@ -54,21 +55,25 @@ _TRIGGERS = (
     "_ERROR_OUT_OF_",
     "ERR00100",
     "EL0004",
-    "Failed to allocate memory",
     "cudaErrorMemoryAllocation",
     "hipErrorOutOfMemory",
     "DataLoader worker",
-    "Errno 12",
     "MemoryError",
     "bad_alloc",
     "running low on memory",
     "GB / ",
+    "OutOfMemory",
+    "Killed",
+    "signal 9",
+    "allocate memory",
+    "shared memory",
+    "exit status",
+    "returncode",
     "exitcode",
     "exit code",
     "return code",
     "SIGKILL",
-    "oom_kill",
-    "oom-kill",
+    "oom",
 )
 _WITH_ACCOUNTS = (MessageKind.ALLOCATOR, MessageKind.PROSE)
 _ECHOES = (MessageKind.KILLED, MessageKind.CORRUPT_SIZE, MessageKind.COLLECTIVE)
@@ -86,6 +91,7 @@ class LogReading:
     finished_steps: int | None = None
     cloned_tensor: str | None = None
     power2_divisions: int | None = None
+    engine: str | None = None  # whose code the traceback runs through
 
     @property
     def primary(self) -> Message | None:
@@ -139,6 +145,7 @@ class _Reader:
     finished_steps: int | None = None
     cloned_tensor: str | None = None
     power2_divisions: int | None = None
+    engine: str | None = None
 
     def search(self, text: str, start: int, end: int) -> None:
         """Look for messages whose trigger word begins in `text[start:end]`."""
@@ -176,6 +183,7 @@ class _Reader:
             self.ranks.add(message.rank)
         if len(self.traces) < _MOST_TRACEBACKS:
             self.traces.append((message, sites_in(before)))
+            self.engine = self.engine or engine_in(before)
             if self.finished_steps is None:
                 self.finished_steps = finished_steps_in(before)
         if len(self.messages) < _MOST_MESSAGES:
@@ -193,7 +201,7 @@ class _Reader:
         )
         primary = reading.primary
         sites = next((s for m, s in self.traces if m is primary and s), sites_in(tail))
-        return replace(reading, sites=sites)
+        return replace(reading, sites=sites, engine=self.engine or engine_in(tail))
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")

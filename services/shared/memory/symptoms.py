@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from services.shared.memory.catalogue import MessageKind
 from services.shared.memory.diagnosis import Cause, Hypothesis, certain, likely, possible
 from services.shared.memory.evidence import Evidence
@@ -114,7 +116,7 @@ def card_shared(evidence: Evidence) -> Hypothesis | None:
 def _intruder(evidence: Evidence) -> Hypothesis | None:
     accounts = evidence.accounts
     intruder = accounts.intruder_bytes
-    if intruder < GIB or intruder < (accounts.requested_bytes or 0):
+    if not intruder or intruder < (accounts.requested_bytes or 0):
         return None
     text = (
         f"{format_size(intruder)} of the card are neither torch's, nor free, nor the usual context "
@@ -138,6 +140,9 @@ def upcast(evidence: Evidence) -> Hypothesis | None:
     if "float32" in observed and planned is not None and str(planned) != "float32":
         text = f"the probe found float32 parameters where {planned} was planned"
         return likely(Cause.FP32_UPCAST, what, text)
+    words = f"{evidence.case.words} {evidence.case.optimizer or ''}".lower()
+    if "upcast" in words or re.search(r"cast\w* (?:\w+ ){0,4}(?:to|into) (?:fp32|float32)", words):
+        return likely(Cause.FP32_UPCAST, what, "the case itself speaks of an upcast")
     wrapping = evidence.phase is FailurePhase.WRAP and not evidence.precision.full_eval
     if wrapping and evidence.precision.mixed and evidence.shards_parameters:
         text = "mixed precision raises parameters to float32 when the model is wrapped"
@@ -151,6 +156,30 @@ def coarse_warning(evidence: Evidence) -> Hypothesis | None:
         return None
     text = "a unit with frozen and trainable parameters keeps a gradient buffer for all of them"
     return likely(Cause.WRAP_TOO_COARSE, "frozen and trainable parameters in one unit", text)
+
+
+_NO_LAYERS = re.compile(
+    r"^\s*(?:none|no\b|missing|not set|root)|no_wrap|no (?:auto[_ -]?)?wrap|root[ -]only"
+    r"|(?:whole|entire) model|(?:single|one) (?:flat )?unit",
+    re.IGNORECASE,
+)
+
+
+def coarse_policy(evidence: Evidence) -> Hypothesis | None:
+    """The wrap policy, as told, makes one unit of the model."""
+    told = evidence.case.wrap_policy or ""
+    if not evidence.shards_parameters or not _NO_LAYERS.search(told):
+        return None
+    text = f"the wrap policy is {told[:60]!r}: the whole model is gathered at once"
+    return likely(Cause.WRAP_TOO_COARSE, "one unit for the whole model", text)
+
+
+def evaluation(evidence: Evidence) -> Hypothesis | None:
+    """Without gradients and state, what grows in evaluation is outputs."""
+    if evidence.phase is not FailurePhase.EVALUATE:
+        return None
+    text = "evaluation keeps no gradients: what grows there are logits gathered on the card"
+    return likely(Cause.LOGITS_OR_ACTIVATIONS, "outputs kept while evaluating", text)
 
 
 def activations(evidence: Evidence) -> Hypothesis | None:
@@ -206,6 +235,9 @@ def optimizer(evidence: Evidence) -> Hypothesis | None:
     """The update made temporaries."""
     if evidence.phase is not FailurePhase.OPTIMIZER_STEP and Site.FOREACH not in evidence.sites:
         return None
+    if Site.STATE in evidence.sites and Site.FOREACH not in evidence.sites:
+        text = "it failed while the optimizer's state was created: that stays, it is no temporary"
+        return likely(Cause.CAPACITY, "no room for the optimizer's state", text)
     reasons = ["it failed in the optimizer's step"]
     if Site.FOREACH in evidence.sites:
         reasons.append("in a list operation, which makes a temporary of the whole local shard")

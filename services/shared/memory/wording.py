@@ -167,7 +167,7 @@ def read_optimizer(text: str) -> tuple[Optimizer | None, OptimizerImpl | None]:
 
 
 _PHASES: tuple[tuple[FailurePhase, str], ...] = (
-    (FailurePhase.SAVE, r"sav(?:e|ing)|export|checkpointing to|state_dict|consolidat"),
+    (FailurePhase.SAVE, r"sav(?:e|ing)|export|resum|checkpointing to|state_dict|consolidat"),
     (FailurePhase.OPTIMIZER_STEP, r"optimi[sz]er[\s_.]?step|optim\b|\bopt\b"),
     (FailurePhase.LOAD, r"load|from_pretrained|start(?:up|ing)|\binit"),
     (FailurePhase.WRAP, r"wrap|prepare|shard"),
