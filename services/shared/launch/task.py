@@ -96,7 +96,9 @@ def _run(
         outcome = reach_verdict(
             run,
             ending,
-            examine=lambda blame: examine_memory(blame, claim=claim, run=run, ending=ending),
+            examine=lambda blame: examine_memory(
+                blame, claim=claim, run=run, settings=settings, exit_code=ending.exit_code
+            ),
             may_retry=claim.spec.on_out_of_memory == "retry",
         )
         return _publish(outcome, run.export, settings.model_dir(claim.model_id))
