@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session, load_only
+from sqlalchemy.orm import Session
 
 from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound
 from services.shared.jobs.ids import new_id
@@ -92,18 +92,15 @@ def list_page(
     limit: int,
 ) -> Page[JobSummary]:
     """Return jobs, newest first."""
-    query = select(JobRow).options(load_only(*_SUMMARY)).order_by(JobRow.id.desc())
+    query = select(*_SUMMARY).order_by(JobRow.id.desc())
     if state is not None:
         query = query.where(JobRow.state == state)
     if kind is not None:
         query = query.where(JobRow.kind == kind)
     if cursor is not None:
         query = query.where(JobRow.id < cursor)
-    rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
-    items = [
-        JobSummary(**{name: getattr(row, name) for name in JobSummary.model_fields})
-        for row in rows[:limit]
-    ]
+    rows = session.execute(query.limit(checked_limit(limit) + 1)).mappings().all()
+    items = [JobSummary.model_validate(dict(row)) for row in rows[:limit]]
     return Page(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
 
 
