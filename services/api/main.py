@@ -67,7 +67,10 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     metrics = Metrics()
     store = open_store(settings)
     celery = make_celery(settings)
-    predictor = Predictor(promotions=PromotionFeed(store), registry=metrics.registry)
+    predictor = Predictor(
+        promotions=PromotionFeed(store, datasets_dir=settings.datasets_dir),
+        registry=metrics.registry,
+    )
     parts = Parts(
         settings=settings,
         store=store,

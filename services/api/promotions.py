@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from services.api.serving.promoted import Promoted
 from services.shared.jobs.store import Store
 from services.shared.jobs.views import PromotionView
@@ -15,8 +17,9 @@ class PromotionFeed:
     Called by one thread. Raises Unavailable while the database is away.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, datasets_dir: Path | None = None) -> None:
         self._store = store
+        self._datasets_dir = datasets_dir
         self._known: list[Promoted] = []  # newest first
 
     def __call__(self) -> list[Promoted]:
@@ -45,4 +48,7 @@ class PromotionFeed:
             name=model.name or model.id,
             version=model.id,
             directory=model.path,
+            dataset_dir=None
+            if self._datasets_dir is None
+            else self._datasets_dir / model.dataset_id,
         )

@@ -6,16 +6,18 @@ and nothing serves yet, as after a restart, the one before it serves.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import structlog
 
 from services.api.serving.measures import Measures
 from services.api.serving.promoted import Promoted, StudentRefused
 from services.api.serving.slot import ActiveStudent, Slot
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 # A transient refusal (memory) is tried again after so long.
 RETRY_SECONDS = 30.0
@@ -36,6 +38,7 @@ class Follower:
         poll_seconds: float,
         measures: Measures | None = None,
         report_refused: Report | None = None,
+        on_swapped: Callable[[Promoted], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slot = slot
@@ -44,9 +47,11 @@ class Follower:
         self._poll_seconds = poll_seconds
         self._measures = measures or Measures()
         self._report_refused = report_refused
+        self._on_swapped = on_swapped
         self._clock = clock
         self._serving: dict[str, Promoted] = {}
         self._refused: dict[str, float] = {}  # promotion id -> when to try again
+        self._reloads: SimpleQueue[str] = SimpleQueue()  # ids of models
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
 
@@ -59,10 +64,16 @@ class Follower:
         self._stop.set()
         self._thread.join(timeout_seconds)
 
+    def reload(self, model_id: str) -> None:
+        """Load a model that serves once more: there is a better engine for it now."""
+        self._reloads.put(model_id)
+
     def look(self) -> bool:
         """Act on what is promoted now; True if a student was swapped in or taken out."""
         newest = self._newest(self._promotions())
         changed = False
+        while not self._reloads.empty():
+            changed |= self._reload(self._reloads.get())
         for alias in [*newest, *(alias for alias in self._serving if alias not in newest)]:
             changed |= self._follow_alias(alias, newest.get(alias, []))
         return changed
@@ -72,7 +83,7 @@ class Follower:
             try:
                 again = self.look()
             except Exception:
-                log.exception("promotions could not be followed")
+                log.exception("promotions_not_followed")
                 again = False
             if not again:
                 self._stop.wait(self._poll_seconds)
@@ -98,7 +109,8 @@ class Follower:
             self._slot.swap(alias, student)
             self._serving[alias] = wanted
             self._measures.swaps.labels("swapped").inc()
-            log.info("student swapped in: alias=%s model=%s", alias, wanted.model_id)
+            log.info("student_swapped_in", alias=alias, model_id=wanted.model_id)
+            self._on_swapped(wanted)
             # Something newer may have been promoted while this one loaded: look again at once.
             return True
         return False
@@ -109,7 +121,21 @@ class Follower:
             active = self._slot.active(other)
             if serving.model_id == wanted.model_id and active is not None:
                 return active
-        log.info("loading student: alias=%s model=%s", wanted.alias, wanted.model_id)
+        return self._loaded(wanted)
+
+    def _reload(self, model_id: str) -> bool:
+        """Swap a freshly loaded student in wherever its model serves; keep the present one if refused."""
+        aliases = [alias for alias, each in self._serving.items() if each.model_id == model_id]
+        student = self._loaded(self._serving[aliases[0]]) if aliases else None
+        if student is None:
+            return False
+        for alias in aliases:
+            self._slot.swap(alias, student)
+        self._measures.swaps.labels("reloaded").inc()
+        return True
+
+    def _loaded(self, wanted: Promoted) -> ActiveStudent | None:
+        log.info("student_loading", alias=wanted.alias, model_id=wanted.model_id)
         try:
             return self._load(wanted)
         except StudentRefused as refusal:
@@ -120,7 +146,7 @@ class Follower:
         return None
 
     def _refuse(self, wanted: Promoted, why: str, *, transient: bool) -> None:
-        log.error("student refused: alias=%s model=%s: %s", wanted.alias, wanted.model_id, why)
+        log.error("student_refused", alias=wanted.alias, model_id=wanted.model_id, why=why)
         self._refused[wanted.promotion_id] = (
             self._clock() + RETRY_SECONDS if transient else float("inf")
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
+import structlog
 from pydantic import ValidationError
 
 from services.api.serving.encoder import Encoder
@@ -15,7 +15,7 @@ from services.api.serving.promoted import StudentRefused
 from services.shared.datasets.card import Head, HeadType
 from services.shared.model.artifact import GOLDEN, Golden
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 # With Qwen3-0.6B shapes and random weights, bf16 moved a probability by at most 0.046 and int8 by at
 # most 0.17 from float32. Wrong weights or a wrong tokenizer move most texts by half and more.
@@ -27,7 +27,7 @@ def check_golden(directory: Path, *, heads: list[Head], encoder: Encoder, engine
     """Let the engine answer the golden texts. Raises StudentRefused where it answers otherwise."""
     golden = _read(directory)
     if golden is None or not golden.texts:
-        log.warning("no golden texts beside the artifact; it serves unchecked: %s", directory)
+        log.warning("no_golden_texts", artifact=str(directory))
         return
     encoded = encoder.encode([entry.text for entry in golden.texts], truncate=True)
     answers = engine.run([text.tokens for text in encoded])

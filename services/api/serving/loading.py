@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import structlog
 import torch
 
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.engine import Engine, warm_up
+from services.api.serving.gate import prepared_weights, read_prepared
 from services.api.serving.golden import check_golden
 from services.api.serving.int8 import Conversions, compiled_conversions, processor_has_int8
 from services.api.serving.layout import Heads, take_backbone, take_heads, why_not
 from services.api.serving.packed import PackedEngine
 from services.api.serving.pieces import Pieces, compiled_pieces
 from services.api.serving.prediction import Calibration
-from services.api.serving.prepared import load_backbone, prepared_weights, read_prepared
+from services.api.serving.prepared import load_backbone
 from services.api.serving.promoted import Promoted
 from services.api.serving.settings import EngineChoice, ServingDtype, ServingSettings
 from services.api.serving.slot import ActiveStudent
@@ -41,7 +42,7 @@ from services.shared.model.tokens import load_tokenizer
 # Where heads.json does not say how long the texts of training were.
 DEFAULT_MAX_LENGTH = 512
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 INT8 = "packed-int8"
 
@@ -122,7 +123,7 @@ def build_engine(artifact: Artifact, settings: ServingSettings) -> Engine:
             return _int8_engine(artifact, settings, dtype)
         if settings.engine is EngineChoice.PACKED_INT8:
             raise ValueError(f"{artifact.directory} cannot be served in 8 bits: {obstacle}")
-        log.info("not in 8 bits: %s: %s", artifact.directory, obstacle)
+        log.info("not_in_8_bits", artifact=str(artifact.directory), why=obstacle)
     classifier = load_classifier(artifact.directory, device=device, dtype=dtype)
     max_length = artifact.max_length or DEFAULT_MAX_LENGTH
     obstacle = why_not(classifier.config, max_length=max_length)

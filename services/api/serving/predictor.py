@@ -18,8 +18,10 @@ from services.api.serving.batcher import Batcher
 from services.api.serving.follower import Follower, Report
 from services.api.serving.measures import Measures
 from services.api.serving.prediction import Prediction
+from services.api.serving.preparing import Preparer
 from services.api.serving.promoted import Promoted
 from services.api.serving.settings import ServingSettings
+from services.api.serving.shadow import Shadow
 from services.api.serving.slot import ActiveStudent, Slot
 
 # The one door to torch. Named here and not imported, so that it opens when a student is promoted.
@@ -27,7 +29,7 @@ ENGINES = "services.api.serving.loading"
 
 
 class Predictor:
-    """Slot, batcher and follower, joined."""
+    """Slot, batcher, follower, preparer and shadow, joined."""
 
     def __init__(
         self,
@@ -48,17 +50,23 @@ class Predictor:
             poll_seconds=self.settings.poll_seconds,
             measures=self._measures,
             report_refused=report_refused,
+            on_swapped=self._swapped,
         )
+        self._preparer = Preparer(self.settings, on_passed=self._follower.reload)
+        self._shadow = Shadow(self.slot, self.batcher, self.settings, measures=self._measures)
 
     def start(self) -> None:
         """Begin to follow the promotions."""
         # Several tokenising threads would compete with the lanes for the same cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._preparer.start()
         self._follower.start()
 
     async def stop(self) -> None:
         """Stop following, and let go of the students."""
+        await asyncio.to_thread(self._preparer.stop)
         await asyncio.to_thread(self._follower.stop)
+        await self._shadow.settle()
         await asyncio.to_thread(self.batcher.close)
         for alias in self.slot.aliases():
             self.slot.swap(alias, None)
@@ -75,7 +83,12 @@ class Predictor:
         self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
     ) -> list[Prediction]:
         """Return one prediction a text; see `Batcher.predict` for what it raises."""
-        return await self.batcher.predict(texts, truncate=truncate, alias=alias)
+        predictions = await self.batcher.predict(texts, truncate=truncate, alias=alias)
+        self._shadow.follow(texts, predictions, truncate=truncate, alias=alias)
+        return predictions
+
+    def _swapped(self, promoted: Promoted) -> None:
+        self._preparer.consider(promoted)
 
     def _load(self, promoted: Promoted) -> ActiveStudent:
         check_memory(promoted.directory, reserve_bytes=self.settings.memory_reserve_bytes)

@@ -9,7 +9,7 @@ every head agrees and keeps its macro-F1; the decision and its numbers lie besid
 from __future__ import annotations
 
 import argparse
-import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,27 +17,25 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from services.api.serving.gate import (
+    HeadComparison,
+    PreparedInt8,
+    manifest_hash,
+    write_prepared,
+)
 from services.api.serving.int8 import Conversions
 from services.api.serving.layout import take_heads, why_not
 from services.api.serving.loading import DEFAULT_MAX_LENGTH, choose_dtype
 from services.api.serving.packed import PackedEngine
 from services.api.serving.prediction import FloatArray
-from services.api.serving.prepared import (
-    HeadComparison,
-    PreparedInt8,
-    load_backbone,
-    save_weights,
-    write_prepared,
-)
+from services.api.serving.prepared import load_backbone, save_weights
 from services.api.serving.settings import ServingDtype
 from services.api.serving.smoothing import largest_activations, smooth
 from services.api.serving.transformers_engine import TransformersEngine
 from services.shared.datasets.card import Head, Split
-from services.shared.model.artifact import MANIFEST, file_sha256, load_classifier, read_artifact
+from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.metrics import head_metrics, labelled, predict
 from services.shared.model.tokens import Rows, encode, load_tokenizer, read_rows
-
-log = logging.getLogger(__name__)
 
 MIN_AGREEMENT = 0.99
 MAX_MACRO_F1_LOSS = 0.003
@@ -79,7 +77,7 @@ def prepare_int8(
 
     compared = compare(artifact.heads, held_out, expected=expected, given=given)
     prepared = PreparedInt8(
-        manifest_sha256=file_sha256(artifact_dir / MANIFEST),
+        manifest_sha256=manifest_hash(artifact_dir),
         weights_sha256=weights_sha256,
         calibration_texts=len(calibration),
         heads=compared,
@@ -154,7 +152,9 @@ def main() -> None:
     parser.add_argument("dataset", type=Path)
     parser.add_argument("--texts", type=int, default=500, help="held-out texts to compare on")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--nice", type=int, default=0, help="priority to give up, 0 to 19")
     options = parser.parse_args()
+    os.nice(options.nice)
     try:
         prepared = prepare_int8(
             options.artifact, options.dataset, texts=options.texts, threads=options.threads

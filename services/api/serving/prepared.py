@@ -1,9 +1,6 @@
-"""A student prepared for 8-bit serving, as it lies beside its artifact.
+"""The weights of a student prepared for 8-bit serving: how they are written and read.
 
-    <artifact>/prepared/packed-int8.safetensors   weights, scales and what else the engine reads
-    <artifact>/prepared/packed-int8.json          PreparedInt8: what it was made from, and the gate
-
-The heads are not in it: they stay in the artifact, in full precision.
+The file holds all that the engine reads but the heads, which stay in the artifact, in full precision.
 """
 
 from __future__ import annotations
@@ -13,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.api.serving.gate import prepared_weights
 from services.api.serving.int8 import (
     Conversions,
     Int8Linear,
@@ -35,60 +32,8 @@ from services.api.serving.layout import (
     shape_of,
     take_blocks,
 )
-from services.shared.jobs.rundir import write_json
-from services.shared.model.artifact import MANIFEST, file_sha256
+from services.shared.model.artifact import file_sha256
 from services.shared.model.classifier import Classifier
-
-FORMAT = 1
-
-
-class HeadComparison(BaseModel):
-    """One head: 8-bit answers against those in float32, on the same held-out texts."""
-
-    model_config = ConfigDict(frozen=True)
-
-    texts: int
-    agreement: float
-    macro_f1: float
-    macro_f1_float32: float
-    passed: bool
-
-
-class PreparedInt8(BaseModel):
-    """What was prepared, from what, and whether it may serve."""
-
-    model_config = ConfigDict(frozen=True)
-
-    format: int = FORMAT
-    manifest_sha256: str  # of the artifact that it was made from
-    weights_sha256: str  # of packed-int8.safetensors
-    calibration_texts: int
-    heads: dict[str, HeadComparison]
-    passed: bool
-
-
-def prepared_weights(artifact_dir: Path) -> Path:
-    """Return where the prepared weights of an artifact lie."""
-    return artifact_dir / "prepared" / "packed-int8.safetensors"
-
-
-def read_prepared(artifact_dir: Path) -> PreparedInt8 | None:
-    """Return what was prepared for this very artifact; None where nothing valid was."""
-    path = prepared_weights(artifact_dir).with_suffix(".json")
-    try:
-        prepared = PreparedInt8.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None
-    if prepared.format != FORMAT or not prepared_weights(artifact_dir).exists():
-        return None
-    if prepared.manifest_sha256 != file_sha256(artifact_dir / MANIFEST):
-        return None  # the artifact was exported anew since
-    return prepared
-
-
-def write_prepared(artifact_dir: Path, prepared: PreparedInt8) -> None:
-    """Record what was prepared; the weights are in place already."""
-    write_json(prepared_weights(artifact_dir).with_suffix(".json"), prepared)
 
 
 def save_weights(classifier: Classifier, artifact_dir: Path) -> str:

@@ -16,6 +16,7 @@ class Promoted:
     name: str
     version: str
     directory: Path
+    dataset_dir: Path | None = None  # whose held-out texts an 8-bit engine is compared on
 
 
 class StudentRefused(Exception):

@@ -63,6 +63,12 @@ class ServingSettings(BaseSettings):
         description="Compile the small functions between 8-bit products where g++ is installed: "
         "a tenth faster, seconds more to load. In bf16 they take too little time to matter.",
     )
+    prepare_int8_from_bytes: int = Field(
+        200 * 1024**2,
+        ge=0,
+        description="Students of so many bytes are prepared for 8-bit serving once they serve; "
+        "small ones would gain nothing.",
+    )
     poll_seconds: float = Field(1.0, gt=0, description="How often promotions are looked at.")
     memory_reserve_bytes: int = Field(
         512 * 1024**2, ge=0, description="Memory that loading a student must leave free."

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import structlog
 
 from services.api.serving.encoder import Encoder
 from services.api.serving.engine import Engine
@@ -20,7 +21,7 @@ from services.api.serving.errors import NoStudent
 from services.api.serving.prediction import Calibration
 from services.shared.datasets.card import Head
 
-log = logging.getLogger(__name__)
+log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -79,7 +80,7 @@ class ActiveStudent:
         self.engine.close()
         return_memory()
         self.closed.set()
-        log.info("student closed: model=%s version=%s", self.name, self.version)
+        log.info("student_closed", model=self.name, version=self.version)
 
 
 class Slot:

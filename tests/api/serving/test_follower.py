@@ -168,3 +168,32 @@ def test_the_thread_follows_and_survives_a_database_that_is_away(registry: Regis
     assert loaded.wait(20)
     follower.stop()
     assert registry.loaded == ["a"]
+
+
+def test_a_reload_replaces_the_student_on_every_alias_it_serves(registry: Registry) -> None:
+    slot = Slot()
+    follower = registry.follower(slot)
+    registry.promote("a")
+    registry.promote("a", alias="challenger")
+    follower.look()
+    former = slot.active()
+    follower.reload("mdl_of_nobody")
+    assert not follower.look()
+    follower.reload("a")
+    assert follower.look()
+    assert slot.active() is slot.active("challenger")
+    assert slot.active() is not former
+    assert former is not None
+    assert former.closed.wait(20)
+
+
+def test_a_reload_that_is_refused_leaves_the_student_in_place(registry: Registry) -> None:
+    slot = Slot()
+    follower = registry.follower(slot)
+    registry.promote("a")
+    follower.look()
+    former = slot.active()
+    registry.broken["a"] = StudentRefused("no room", transient=True)
+    follower.reload("a")
+    assert not follower.look()
+    assert slot.active() is former

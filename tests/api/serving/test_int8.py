@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from services.api.serving.gate import PreparedInt8, prepared_weights, read_prepared, write_prepared
 from services.api.serving.int8 import (
     Conversions,
     Int8Linear,
@@ -21,12 +22,6 @@ from services.api.serving.int8 import (
 from services.api.serving.layout import Product
 from services.api.serving.loading import build_engine
 from services.api.serving.prepare import compare, prepare_int8
-from services.api.serving.prepared import (
-    PreparedInt8,
-    prepared_weights,
-    read_prepared,
-    write_prepared,
-)
 from services.api.serving.settings import EngineChoice, ServingDtype, ServingSettings
 from services.api.serving.smoothing import largest_activations, smooth
 from services.shared.datasets.card import Head, HeadType

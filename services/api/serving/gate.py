@@ -1,0 +1,73 @@
+"""What lies beside an artifact that was prepared for 8-bit serving, and whether it may serve. Torch-free.
+
+<artifact>/prepared/packed-int8.safetensors   written by `prepared`
+<artifact>/prepared/packed-int8.json          PreparedInt8
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from services.shared.jobs.rundir import write_json
+
+FORMAT = 1
+
+# As in model.artifact, which cannot be imported here: that room loads torch.
+_MANIFEST = "manifest.json"
+
+
+class HeadComparison(BaseModel):
+    """One head: 8-bit answers against those in float32, on the same held-out texts."""
+
+    model_config = ConfigDict(frozen=True)
+
+    texts: int
+    agreement: float
+    macro_f1: float
+    macro_f1_float32: float
+    passed: bool
+
+
+class PreparedInt8(BaseModel):
+    """What was prepared, from what, and whether it may serve."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: int = FORMAT
+    manifest_sha256: str  # of the artifact that it was made from
+    weights_sha256: str  # of packed-int8.safetensors
+    calibration_texts: int
+    heads: dict[str, HeadComparison]
+    passed: bool
+
+
+def prepared_weights(artifact_dir: Path) -> Path:
+    """Return where the prepared weights of an artifact lie."""
+    return artifact_dir / "prepared" / "packed-int8.safetensors"
+
+
+def manifest_hash(artifact_dir: Path) -> str:
+    """Return what identifies an artifact: the hash of its manifest, which holds those of its files."""
+    return hashlib.sha256((artifact_dir / _MANIFEST).read_bytes()).hexdigest()
+
+
+def read_prepared(artifact_dir: Path) -> PreparedInt8 | None:
+    """Return what was prepared for this very artifact; None where nothing valid was."""
+    path = prepared_weights(artifact_dir).with_suffix(".json")
+    try:
+        prepared = PreparedInt8.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    if prepared.format != FORMAT or not prepared_weights(artifact_dir).exists():
+        return None
+    if prepared.manifest_sha256 != manifest_hash(artifact_dir):
+        return None  # the artifact was exported anew since
+    return prepared
+
+
+def write_prepared(artifact_dir: Path, prepared: PreparedInt8) -> None:
+    """Record what was prepared; the weights are in place already."""
+    write_json(prepared_weights(artifact_dir).with_suffix(".json"), prepared)
