@@ -29,6 +29,7 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
     )
     app.state.parts = parts
     for router in (
+        predict.router,  # the first to be matched: the others are asked a thousand times less
         datasets.router,
         plans.router,
         jobs.writes,
@@ -36,7 +37,6 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
         runs.router,
         diagnoses.router,
         models.router,
-        predict.router,
         health.router,
     ):
         app.include_router(router)

@@ -82,7 +82,7 @@ class Parts:
     probes: Mapping[str, Probe] = field(default_factory=dict)
 
 
-def _parts(request: Request) -> Parts:
+async def _parts(request: Request) -> Parts:  # async: a plain function costs a hop to a thread
     parts: Parts = request.app.state.parts
     return parts
 
