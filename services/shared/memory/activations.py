@@ -16,11 +16,13 @@ class LayerCost(NamedTuple):
     """One layer in bytes over what was alive when it began; moments are the rising maxima.
 
     The input is the caller's to count; the gradient of the output is counted in `backward`, and what
-    forward saved is not. `saved_bytes` stay from forward to backward where nothing is recomputed.
+    forward saved is not. `saved_bytes` stay from forward to backward where nothing is recomputed,
+    the input among them where `saves_input`: that of a layer whose norm comes last.
     """
 
     input_bytes: int
     saved_bytes: int
+    saves_input: bool
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
     inference: tuple[Moment, ...]
@@ -58,20 +60,22 @@ def tokens_of(recipe: Recipe, *, training: bool, cpu_kernels: bool) -> Tokens:
 
 
 @lru_cache(maxsize=512)
-def layer_cost(dims: Dimensions, tokens: Tokens, *, checkpointed: bool) -> LayerCost:
-    """Return the cost of one layer of `dims` for `tokens`."""
+def layer_cost(
+    dims: Dimensions, tokens: Tokens, *, checkpointed: bool, adding: bool = False
+) -> LayerCost:
+    """Return the cost of one layer of `dims` for `tokens`; `adding` as in `Tape`."""
     dims = replace(dims, num_layers=1, vocab_size=1)
     size = tokens.total * dims.hidden_size * tokens.value_bytes
-    plain, _ = _forward(dims, tokens, size, saving=False)
-    saving, saved = _forward(dims, tokens, size, saving=True)
-    evaluated = tokens._replace(training=False)
-    inference, _ = _forward(dims, evaluated, size, saving=False)
+    plain = _forward(dims, tokens, size, saving=False)
+    saving = _forward(dims, tokens, size, saving=True)
+    inference = _forward(dims, tokens._replace(training=False), size, saving=False)
     return LayerCost(
         input_bytes=rounded(size),
-        saved_bytes=saved,
-        forward=plain if checkpointed else saving,
-        backward=_backward(dims, tokens, size, checkpointed=checkpointed),
-        inference=inference,
+        saved_bytes=saving.saved_bytes,
+        saves_input=saving.saves_input,
+        forward=plain.moments if checkpointed else saving.moments,
+        backward=_backward(dims, tokens, size, checkpointed=checkpointed, adding=adding),
+        inference=inference.moments,
     )
 
 
@@ -82,12 +86,30 @@ def final_cost(dims: Dimensions, tokens: Tokens, *, saving: bool) -> FinalCost:
     tape = Tape(saving=saving)
     x = tape.given(size, "last hidden state")
     out = play_final_norm(tape, dims, tokens, x)
-    forward, saved = tuple(tape.records), tape.live_bytes
+    forward = tuple(tape.records)
+    # Without a final norm the heads hold on to the last layer's output itself.
+    saved = rounded(size) if out is x else tape.live_bytes
+    tape.drop(out)  # the heads let go of it before its gradient is made
     tape.restart()
     if saving and out is not x:
         # The gradient of the one pooled token is a whole tensor of zeros but for its row.
         tape.play_backward(out, tape.op("pooling backward", size))
     return FinalCost(forward, saved, tuple(tape.records))
+
+
+def front_bytes(dims: Dimensions, tokens: Tokens) -> int:
+    """Return what the part before the first layer keeps for its backward pass."""
+    width = rounded(tokens.total * dims.hidden_size * tokens.value_bytes)
+    kept = 0
+    if dims.family in _NORM_IN_FRONT:
+        kept += width + 2 * rounded(4 * tokens.total)
+    if dims.dropout and tokens.training and dims.family in _DROPOUT_IN_FRONT:
+        kept += width // (1 if tokens.cpu_kernels else tokens.value_bytes)
+    return kept
+
+
+_NORM_IN_FRONT = BERT_LIKE | {Family.MODERNBERT, Family.BLOOM}
+_DROPOUT_IN_FRONT = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE}
 
 
 def mask_bytes(dims: Dimensions, tokens: Tokens) -> int:
@@ -111,20 +133,27 @@ def tables_bytes(dims: Dimensions, tokens: Tokens) -> int:
 _WITHOUT_ROTARY = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.BLOOM, Family.OPT}
 
 
-def _forward(
-    dims: Dimensions, tokens: Tokens, size: int, *, saving: bool
-) -> tuple[tuple[Moment, ...], int]:
+class _Forward(NamedTuple):
+    moments: tuple[Moment, ...]
+    saved_bytes: int
+    saves_input: bool
+
+
+def _forward(dims: Dimensions, tokens: Tokens, size: int, *, saving: bool) -> _Forward:
     tape = Tape(saving=saving)
     x = tape.given(size, "layer input")
+    holders = x.holders
     out = play_layer(tape, dims, tokens, x, recompute=False)
-    return tuple(tape.records), tape.live_bytes - out.size_bytes
+    saves_input = x.holders > holders
+    saved = tape.live_bytes - out.size_bytes + (x.size_bytes if saves_input else 0)
+    return _Forward(tuple(tape.records), saved, saves_input)
 
 
 def _backward(
-    dims: Dimensions, tokens: Tokens, size: int, *, checkpointed: bool
+    dims: Dimensions, tokens: Tokens, size: int, *, checkpointed: bool, adding: bool
 ) -> tuple[Moment, ...]:
     """Play a layer backward: recomputed first when checkpointed, else over what forward saved."""
-    tape = Tape(saving=True)
+    tape = Tape(saving=True, adding=adding)
     x = tape.given(size, "layer input")
     if checkpointed:
         gradient = tape.op("incoming gradient", size)

@@ -10,13 +10,18 @@ from services.shared.memory.tape import Gradient, Tape, Value
 
 
 class Kernel(NamedTuple):
-    """Which attention runs: the kernel asked for, and what decides its buffers."""
+    """Which attention runs: the kernel asked for, and what decides its buffers.
+
+    `lays_out` says that queries come head by head, so that the CPU's kernel hands its output back so
+    and the output projection needs a copy; other kernels hand it back token by token anyway.
+    """
 
     asked: Attention
     mask: bool
     dropout: bool
     softmax_float32: bool
     cpu: bool
+    lays_out: bool = False
 
     @property
     def runs(self) -> Attention:
@@ -86,7 +91,7 @@ def _fused(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     also = [4 * heads.tokens * heads.num_heads]
     if kernel.mask:
         also.append(heads.mask_bytes)
-    return tape.op(
+    context = tape.op(
         "attention",
         heads.query_bytes,
         [Gradient(x, x.size_bytes) for x in inputs],
@@ -94,6 +99,11 @@ def _fused(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
         saves_out=True,
         also_saves=also,
     )
+    if not (kernel.lays_out and kernel.cpu):
+        return context
+    laid = tape.op("attention", heads.query_bytes, [Gradient(context, alias=True)])
+    tape.drop(context)
+    return laid
 
 
 def _eager(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:

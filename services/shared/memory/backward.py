@@ -14,8 +14,9 @@ def write_backward(run: Run) -> None:
     if not job.recipe.activation_checkpointing:
         # Only a layer that is run again needs the mask again.
         base -= job.mask_bytes
+    books.activations = base + run.saved_at(job.num_layers - 1)
     _hold_gradients(run, job.num_layers)
-    books.play("root", None, job.final.backward)
+    _enter_root(run)
     for index in reversed(run.indices()):
         books.activations = base + run.saved_at(index)
         _hold_gradients(run, index + 1)
@@ -30,6 +31,25 @@ def write_backward(run: Run) -> None:
     _finish(run)
 
 
+def _enter_root(run: Run) -> None:
+    """Write what comes before the last layer: the root's own gather, the final norm, the heads."""
+    books, job, root = run.books, run.job, run.job.units.root
+    if job.resharded_root:
+        books.unsharded -= root.whole_parameter_bytes
+        books.mark(
+            "root",
+            None,
+            "gathered root",
+            request_bytes=root.gathered_bytes,
+            unsharded=root.whole_parameter_bytes,
+            communication=root.gathered_bytes,
+            temporaries=job.final.saved_bytes,
+        )
+        books.unsharded += root.whole_parameter_bytes
+    ahead = _gathered_ahead(run, job.num_layers) if job.layered else 0
+    books.play("root", None, job.final.backward, communication=ahead)
+
+
 def _reduces(run: Run) -> bool:
     """Whether gradients are reduced in this micro-batch, or kept whole for the last one."""
     recipe = run.job.recipe
@@ -40,12 +60,12 @@ def _hold_gradients(run: Run, left: int) -> None:
     """Account for the gradients alive when `left` layers have still to run backward."""
     books, job, recipe = run.books, run.job, run.job.recipe
     done, first = job.num_layers - left, books.micro_batch == 0
-    whole_layer, whole_root = job.layer_gradient_bytes, job.units.root.whole_gradient_bytes
+    whole_layer, whole_root = job.held_layer_gradient_bytes, job.units.root.held_gradient_bytes
     part = job.units.layers[0].gradient_bytes if job.layered and job.on_device else 0
     last = books.micro_batch == recipe.accumulate - 1
     books.unsharded_gradients = 0 if job.layered else done * whole_layer
     if not recipe.reduce_each and recipe.accumulate > 1:
-        others = job.units.total("whole_gradient_bytes") - job.num_layers * whole_layer
+        others = job.units.total("held_gradient_bytes") - job.num_layers * whole_layer
         books.gradients = done * part if last else 0
         if job.layered:
             waiting = left if last else (done if first else job.num_layers)
@@ -63,8 +83,9 @@ def _hold_gradients(run: Run, left: int) -> None:
 def _layer(run: Run, index: int, *, after: int) -> None:
     """Write one layer: gather, recompute and run back, reduce; `after` stays behind it."""
     books, job = run.books, run.job
+    cost = job.layer if books.micro_batch == 0 else job.adding_layer
     if not job.layered:
-        books.play("layer", index, job.layer.backward)
+        books.play("layer", index, cost.backward)
         return
     unit, root_bytes = job.units.layers[index], job.units.root.whole_parameter_bytes
     whole = unit.whole_parameter_bytes
@@ -77,7 +98,7 @@ def _layer(run: Run, index: int, *, after: int) -> None:
     books.play(
         "layer",
         index,
-        job.layer.backward,
+        cost.backward,
         communication=ahead + (0 if job.fsdp1 else behind),
     )
     books.activations = after
@@ -94,6 +115,8 @@ def _layer(run: Run, index: int, *, after: int) -> None:
     if reduces:
         _reduce(run, unit, index, ahead)
         _keep_or_apply(run, unit, ahead)
+    else:
+        _keep_whole(run, unit, index, ahead)
 
 
 def _regather(run: Run, unit: UnitSizes, index: int) -> None:
@@ -120,8 +143,11 @@ def _gathered_ahead(run: Run, index: int) -> int:
     return following.whole_parameter_bytes if job.fsdp1 else following.gathered_bytes
 
 
-def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> None:
-    """Reduce one unit's gradients to this rank's part, in the reduce dtype, then in its own."""
+def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int, *, kept: int = 0) -> None:
+    """Reduce one unit's gradients to this rank's part, in the reduce dtype, then in its own.
+
+    `kept` are whole gradients that FSDP2 still names while it reduces.
+    """
     books, recipe = run.books, run.job.recipe
     other = 0 if recipe.reduce is recipe.parameters else unit.reduce_output_bytes
     part = unit.gradient_bytes
@@ -151,6 +177,7 @@ def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> None:
         "reduced gradient",
         request_bytes=part,
         communication=ahead + unit.reduce_input_bytes + other,
+        unsharded_gradients=kept,
         temporaries=part,
     )
 
@@ -167,13 +194,16 @@ def _embedding(run: Run, unit: UnitSizes) -> None:
         unsharded=unit.whole_parameter_bytes,
         communication=behind,
         unsharded_gradients=unit.whole_gradient_bytes + (unit.gathered_bytes if job.fsdp1 else 0),
-        temporaries=job.layer.input_bytes,
+        temporaries=job.layer.input_bytes + job.front_bytes,
     )
     if not reduces:
-        books.unsharded_gradients += unit.whole_gradient_bytes
+        _keep_whole(run, unit, None, 0)
+        books.unsharded_gradients += unit.held_gradient_bytes
         return
-    _reduce(run, unit, None, 0)
-    _keep_or_apply(run, unit, 0)
+    # The last gradient of a unit keeps its name until the unit is done: here it is the only one.
+    kept = 0 if job.fsdp1 else unit.whole_gradient_bytes
+    _reduce(run, unit, None, 0, kept=kept)
+    _keep_or_apply(run, unit, 0, kept=kept)
 
 
 def _root(run: Run) -> None:
@@ -184,7 +214,7 @@ def _root(run: Run) -> None:
     if not job.fsdp1:
         before = embedding or (job.units.layers[0] if job.layered else None)
         behind = before.reduce_input_bytes if before and reduces else 0
-        held = 0 if embedding else job.layer.input_bytes
+        held = job.front_bytes + (0 if embedding else job.layer.input_bytes)
     if not job.layered:
         books.unsharded_gradients = 0
     width = job.recipe.compute.size_bytes
@@ -202,9 +232,26 @@ def _root(run: Run) -> None:
     if reduces:
         _reduce(run, root, None, 0)
         _keep_or_apply(run, root, 0)
+    else:
+        _keep_whole(run, root, None, 0)
 
 
-def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int) -> None:
+def _keep_whole(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> None:
+    """Raise whole gradients to the reduce dtype where FSDP2 keeps them for a later micro-batch."""
+    if unit.held_gradient_bytes <= unit.whole_gradient_bytes:
+        return
+    new = run.books.micro_batch == 0
+    run.books.mark(
+        unit.name,
+        index,
+        "whole gradients in the reduce dtype",
+        request_bytes=unit.largest_tensor_elements * run.job.recipe.reduce.size_bytes,
+        communication=ahead,
+        unsharded_gradients=unit.whole_gradient_bytes + (unit.held_gradient_bytes if new else 0),
+    )
+
+
+def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int, *, kept: int = 0) -> None:
     """Keep a unit's reduced gradient; with the optimizer in backward, apply it and let it go."""
     books, job, recipe = run.books, run.job, run.job.recipe
     if not recipe.optimizer_in_backward or books.micro_batch < recipe.accumulate - 1:
@@ -218,6 +265,7 @@ def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int) -> None:
         "optimizer state",
         request_bytes=unit.largest_piece_elements * job.recipe.parameters.size_bytes,
         communication=ahead + held,
+        unsharded_gradients=kept,
         temporaries=unit.gradient_bytes if job.on_device else 0,
     )
 
@@ -228,9 +276,7 @@ def _finish(run: Run) -> None:
     books.unsharded = books.communication = books.unsharded_gradients = books.activations = 0
     if not _reduces(run):
         books.gradients = 0
-        books.unsharded_gradients = job.units.total("whole_gradient_bytes")
-        if not job.layered:
-            books.unsharded_gradients = job.units.root.whole_gradient_bytes
+        books.unsharded_gradients = job.units.total("held_gradient_bytes")
         return
     applied = job.recipe.optimizer_in_backward and (books.micro_batch == job.recipe.accumulate - 1)
     books.gradients = 0 if applied else job.gradient_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.shared.memory.recipe import Engine
 from services.shared.memory.run import Run
 from services.shared.memory.sharding import UnitSizes
 from services.shared.memory.tape import rounded
@@ -15,12 +16,13 @@ def write_forward(run: Run, *, first: bool) -> None:
     elif job.fsdp1 and books.micro_batch == 0 and not job.recipe.optimizer_in_backward:
         _leftover_gradients(run)
     _enter_root(run)
+    books.activations += job.front_bytes
     base = books.activations
     for index in run.indices():
         books.activations = base + run.saved_before(index)
         _enter_layer(run, index)
         books.play("layer", index, job.layer.forward)
-        _leave_layer(run)
+        _leave_layer(run, index)
     books.activations = base + run.saved_before(job.num_layers)
     books.play("root", None, job.final.forward)
     # Nothing is gathered after the root: its buffer goes when the root's forward returns.
@@ -39,7 +41,7 @@ def write_inference(run: Run) -> None:
         books.activations += held
         books.play("layer", index, job.layer.inference)
         books.activations -= held
-        _leave_layer(run)
+        _leave_layer(run, index)
     books.unsharded = books.communication = books.activations = 0
 
 
@@ -60,7 +62,7 @@ def _enter_root(run: Run) -> None:
     books.communication = 0 if job.fsdp1 else root.gathered_bytes
     books.activations += job.tables_bytes + job.layer.input_bytes
     if embedding is not None:
-        _gather(run, embedding, None, held=0)
+        _gather(run, embedding, None)
 
 
 def _lazy_init(run: Run) -> None:
@@ -88,15 +90,15 @@ def _leftover_gradients(run: Run) -> None:
         run.books.mark("root", None, "gradients of the step before", temporaries=left)
 
 
-def _gather(run: Run, unit: UnitSizes, index: int | None, *, held: int) -> None:
-    """Gather one unit; `held` are whole parameters of earlier layers."""
+def _gather(run: Run, unit: UnitSizes, index: int | None) -> None:
+    """Gather one unit beside what is gathered already."""
     books = run.books
     books.mark(
         unit.name,
         index,
         f"gathered {unit.name}",
         request_bytes=max(unit.gathered_bytes, unit.whole_parameter_bytes),
-        unsharded=held + unit.whole_parameter_bytes,
+        unsharded=unit.whole_parameter_bytes,
         communication=_gather_bytes(run, unit),
     )
     if not run.job.fsdp1:
@@ -107,6 +109,9 @@ def _gather_bytes(run: Run, unit: UnitSizes) -> int:
     """Return what a gather needs beside the whole unit: FSDP1's shard in compute dtype, FSDP2's
     gathered buffer; and the shards on their way from the host where they are offloaded."""
     extra = unit.compute_shard_bytes if run.job.fsdp1 else unit.gathered_bytes
+    if not extra and run.job.recipe.engine is Engine.FSDP2:
+        # With nothing to gather, parameters are cast one by one.
+        extra = unit.largest_tensor_elements * run.job.recipe.compute.size_bytes
     return extra if run.job.on_device else extra + unit.parameter_bytes
 
 
@@ -114,11 +119,14 @@ def _enter_layer(run: Run, index: int) -> None:
     job, books = run.job, run.books
     if not job.layered:
         return
-    unit, kept = job.units.layers[index], run.kept_bytes(index)
-    _gather(run, unit, index, held=kept)
-    books.unsharded = job.units.root.whole_parameter_bytes + kept + unit.whole_parameter_bytes
+    unit = job.units.layers[index]
+    # Set, not added to: between the ends, layers are skipped.
+    books.unsharded = job.units.root.whole_parameter_bytes + run.kept_bytes(index)
+    _gather(run, unit, index)
+    books.unsharded += unit.whole_parameter_bytes
 
 
-def _leave_layer(run: Run) -> None:
+def _leave_layer(run: Run, index: int) -> None:
     if run.job.layered:
-        run.books.unsharded = run.job.units.root.whole_parameter_bytes
+        kept = run.kept_bytes(index + 1)
+        run.books.unsharded = run.job.units.root.whole_parameter_bytes + kept

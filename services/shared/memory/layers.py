@@ -83,6 +83,11 @@ def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> V
     return layer.layer_norm(x, "final norm")
 
 
+# One part in so many of each head is turned: partial_rotary_factor (Phi-3: whole heads, but written
+# as a part) and rotary_pct (GPT-NeoX, Pythia: 0.25).
+_TURNED = {Family.PHI3: 1, Family.GPT_NEOX: 4}
+
+
 class _Layer:
     """Operations with the sizes of one layer at hand."""
 
@@ -100,6 +105,7 @@ class _Layer:
             dropout=dims.dropout and tokens.training,
             softmax_float32=dims.family not in BERT_LIKE,
             cpu=tokens.cpu_kernels,
+            lays_out=dims.family in _TURNED,
         )
         self.heads = Heads(
             tokens.batch,
@@ -135,15 +141,17 @@ class _Layer:
 
     def post_norm(self, x: Value) -> Value:
         """BERT and its kin: attention, add and norm, MLP, add and norm."""
-        tape = self.tape
+        tape, dims = self.tape, self.dims
         attended = self.plain_attention(x)
+        if dims.family is not Family.DISTILBERT:
+            attended = self.dropout(attended)
         middle = self._added_and_normed(x, attended, "attention")
         wide = self.linear(middle, self.wide_bytes, "MLP up", bias=True)
         active = self.unary(wide, "GELU")
         tape.drop(wide)
         narrow = self.linear(active, self.hidden_bytes, "MLP down", bias=True)
         tape.drop(active)
-        out = self._added_and_normed(middle, narrow, "MLP")
+        out = self._added_and_normed(middle, self.dropout(narrow), "MLP")
         tape.drop(middle)
         return out
 
@@ -203,7 +211,12 @@ class _Layer:
             if dims.qk_norm:
                 key = self._head_normed(key, dims.num_kv_heads)
             value = self.linear(normed, heads.key_bytes, "value", bias=dims.attention_bias)
-        turned_query, turned_key = self._rotate(query), self._rotate(key)
+        if dims.family is Family.MODERNBERT and self.value_bytes < 4:
+            turned_query, turned_key = self._rotate_raised(query), self._rotate_raised(key)
+            turned_query = self._lowered(turned_query, heads.query_bytes, "rotary")
+            turned_key = self._lowered(turned_key, heads.key_bytes, "rotary")
+        else:
+            turned_query, turned_key = self._rotate(query), self._rotate(key)
         tape.drop(query, key)
         context = attend(tape, heads, self.kernel, (turned_query, turned_key, value))
         out = self.linear(context, self.hidden_bytes, "attention output", bias=dims.output_bias)
@@ -395,14 +408,39 @@ class _Layer:
         return normed
 
     def _rotate(self, x: Value) -> Value:
-        """x * cos + rotate_half(x) * sin: nothing saved but the positions' own tables."""
-        tape, size = self.tape, x.size_bytes
+        """x * cos + rotate_half(x) * sin: nothing saved but the positions' own tables.
+
+        Where only a part of each head turns, the rest is joined to it in a new tensor.
+        """
+        tape, whole = self.tape, x.size_bytes
+        size = whole // _TURNED.get(self.dims.family, 1)
         straight = tape.op("rotary", size, [Gradient(x, size)])
         turned = tape.op("rotary", size, [Gradient(x, size, (size,))], extra_bytes=[size // 2])
         sine = tape.op("rotary", size, [Gradient(turned, size)])
         tape.drop(turned)
         both = [Gradient(straight, alias=True), Gradient(sine, alias=True)]
         out = tape.op("rotary", size, both)
+        tape.drop(straight, sine)
+        if self.dims.family not in _TURNED:
+            return out
+        joined = tape.op("rotary", whole, [Gradient(out, alias=True), Gradient(x, alias=True)])
+        tape.drop(out)
+        return joined
+
+    def _rotate_raised(self, x: Value) -> Value:
+        """ModernBERT turns in float32, raising the input once for each of the two products."""
+        tape, size = self.tape, x.size_bytes
+        wide = size * 4 // self.value_bytes
+        raised = tape.op("rotary", wide, [Gradient(x, size)])
+        straight = tape.op("rotary", wide, [Gradient(raised, wide)])
+        tape.drop(raised)
+        raised = tape.op("rotary", wide, [Gradient(x, size)])
+        turned = tape.op("rotary", wide, [Gradient(raised, wide, (wide,))], extra_bytes=[wide // 2])
+        tape.drop(raised)
+        sine = tape.op("rotary", wide, [Gradient(turned, wide)])
+        tape.drop(turned)
+        both = [Gradient(straight, alias=True), Gradient(sine, alias=True)]
+        out = tape.op("rotary", wide, both)
         tape.drop(straight, sine)
         return out
 
@@ -417,8 +455,7 @@ class _Layer:
         return query, key, value
 
     def _added_and_normed(self, x: Value, y: Value, what: str) -> Value:
-        dropped = self.dropout(y)
-        summed = self.add(x, dropped, self.hidden_bytes)
+        summed = self.add(x, y, self.hidden_bytes)
         out = self.layer_norm(summed, f"{what} norm")
-        self.tape.drop(summed, dropped)
+        self.tape.drop(summed, y)
         return out

@@ -136,14 +136,16 @@ class Recipe:
 
     `micro_batch` texts of `sequence_length` tokens pass a rank at once; `accumulate` micro-batches
     make a step, and with `reduce_each` false their gradients stay whole on every rank until the
-    last. `attention_mask` says that an explicit mask is materialised. `upcast_after_wrap` is
-    accelerate's FSDP1 habit: wrapping in the checkpoint's dtype, then raising the shards.
+    last. `reshard_root` frees FSDP2's root between forward and backward. `attention_mask` says that
+    an explicit mask is materialised. `upcast_after_wrap` is accelerate's FSDP1 habit: wrapping in
+    the checkpoint's dtype, then raising the shards.
     Raises InvalidInput for values out of range and for combinations that do not exist.
     """
 
     sharding: Sharding = Sharding.FULL
     engine: Engine = Engine.FSDP2
     shard_ranks: int | None = None
+    reshard_root: bool = False
     wrap: Wrap = Wrap.LAYER
     embedding: Embedding = Embedding.ROOT
     prefetch: Prefetch = Prefetch.NONE
@@ -200,6 +202,18 @@ class Recipe:
             and self.upcast_after_wrap
             and self.checkpoint.size_bytes < self.parameters.size_bytes
         )
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether a later micro-batch adds each weight's gradient at once into one kept whole.
+
+        FSDP1 adds flat gradients of whole units; FSDP2 keeps them in the reduce dtype, apart from
+        those of the micro-batch, where that is not the compute dtype.
+        """
+        if self.engine is Engine.FSDP1:
+            return False
+        whole = self.wrap is Wrap.ROOT or not self.reduce_each
+        return whole and self.reduce is self.compute
 
     def with_changes(self, changes: Mapping[str, Any]) -> Recipe:
         """Return this recipe with named knobs changed; raise InvalidInput for an unknown one."""

@@ -9,6 +9,7 @@ from services.shared.memory.activations import (
     FinalCost,
     LayerCost,
     final_cost,
+    front_bytes,
     layer_cost,
     mask_bytes,
     tables_bytes,
@@ -18,7 +19,7 @@ from services.shared.memory.recipe import Engine, Offload, Recipe, Sharding
 from services.shared.memory.shape import Shape
 from services.shared.memory.sharding import (
     Units,
-    layer_gradients,
+    held_layer_gradients,
     parameter_pieces,
     units_of,
 )
@@ -34,10 +35,12 @@ class Job:
     ranks: int
     units: Units
     layer: LayerCost
+    adding_layer: LayerCost
     final: FinalCost
     tables_bytes: int
     mask_bytes: int
-    layer_gradient_bytes: int
+    front_bytes: int
+    held_layer_gradient_bytes: int
 
     @property
     def num_layers(self) -> int:
@@ -58,6 +61,12 @@ class Job:
     def keeps_whole(self) -> bool:
         """Whether layers stay gathered from forward to backward."""
         return self.recipe.sharding is Sharding.GRAD_OP or self.recipe.engine is Engine.DDP
+
+    @property
+    def resharded_root(self) -> bool:
+        """Whether the root is gathered a second time, for backward."""
+        fsdp2 = self.recipe.engine is Engine.FSDP2
+        return fsdp2 and self.recipe.reshard_root and not self.keeps_whole
 
     @property
     def on_device(self) -> bool:
@@ -99,10 +108,17 @@ def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> Jo
         ranks=ranks,
         units=units_of(shape, recipe, ranks),
         layer=layer_cost(shape.dims, tokens, checkpointed=recipe.activation_checkpointing),
+        adding_layer=layer_cost(
+            shape.dims,
+            tokens,
+            checkpointed=recipe.activation_checkpointing,
+            adding=recipe.accumulate > 1 and recipe.adds_in_place,
+        ),
         final=final_cost(shape.dims, tokens, saving=True),
         tables_bytes=tables_bytes(shape.dims, tokens),
         mask_bytes=mask_bytes(shape.dims, tokens),
-        layer_gradient_bytes=layer_gradients(shape, recipe),
+        front_bytes=front_bytes(shape.dims, tokens),
+        held_layer_gradient_bytes=held_layer_gradients(shape, recipe),
     )
 
 
@@ -129,7 +145,8 @@ class Run:
         if self.job.recipe.activation_checkpointing:
             return index * layer.input_bytes
         # The embedding's output has a name in the model's forward until that returns.
-        return index * layer.saved_bytes + (layer.input_bytes if index else 0)
+        named = 0 if layer.saves_input or not index else layer.input_bytes
+        return index * layer.saved_bytes + named
 
     def saved_at(self, index: int) -> int:
         """Activations held while layer `index` runs backward, over the first layer's input."""

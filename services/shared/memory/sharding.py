@@ -37,6 +37,7 @@ class UnitSizes(NamedTuple):
     whole_parameter_bytes: int
     gathered_bytes: int
     whole_gradient_bytes: int
+    held_gradient_bytes: int
     reduce_input_bytes: int
     reduce_output_bytes: int
     compute_shard_bytes: int
@@ -105,19 +106,23 @@ def parameter_pieces(shape: Shape, recipe: Recipe, ranks: int) -> list[tuple[str
     outside = [t for unit in shape.units if unit.kind is not UnitKind.LAYER for t in unit.tensors]
     if not layered:
         outside = [tensor for unit in shape.units for tensor in unit.tensors]
+    if recipe.engine is not Engine.FSDP1:
+        outside = [tensor for tensor in outside if _is_trained(tensor)]
     held = [(t.name, count) for t, count in pieces(outside, recipe.engine, divided)]
     in_front = len(shape.embedding.tensors)
     found = held[:in_front]
     if layered:
         for unit in shape.layers:
             found += [(t.name, n) for t, n in pieces(unit.tensors, recipe.engine, divided)]
-    return found + held[in_front:]
+    return [*found, *held[in_front:]]
 
 
-def layer_gradients(shape: Shape, recipe: Recipe) -> int:
-    """Return the bytes of one layer's gradients before they are reduced."""
-    c = recipe.compute.size_bytes
-    return sum(rounded(c * tensor.elements) for tensor in shape.layers[-1].tensors)
+def held_layer_gradients(shape: Shape, recipe: Recipe) -> int:
+    """Return the bytes of one layer's gradients that are kept whole over micro-batches."""
+    width = recipe.compute.size_bytes
+    if recipe.engine is Engine.FSDP2 and not recipe.reduce_each:
+        width = max(width, recipe.reduce.size_bytes)
+    return sum(rounded(width * tensor.elements) for tensor in shape.layers[-1].tensors)
 
 
 def pieces(tensors: Sequence[Tensor], engine: Engine, ranks: int) -> Iterator[tuple[Tensor, int]]:
@@ -166,24 +171,37 @@ def _measure(
         shard = sum(count for _, count in held)
         parameter_bytes = sum(rounded(p * count) for _, count in held)
         whole_bytes = sum(rounded(c * count * ranks) for _, count in held)
+    # What backward never reaches has neither gradient nor state; FSDP1's flat unit has both.
+    flat = engine is Engine.FSDP1
+    trained = held if flat else [(t, n) for t, n in held if _is_trained(t)]
+    trained_shard = shard if flat else sum(count for _, count in trained)
+    reached = [tensor for tensor in tensors if flat or _is_trained(tensor)]
     return UnitSizes(
         name=name,
         elements=elements,
         shard_elements=shard,
         parameter_bytes=parameter_bytes,
-        gradient_bytes=rounded(p * shard),
-        optimizer_bytes=sum(_state_bytes(t, n, p, optimizer) for t, n in held),
+        gradient_bytes=rounded(p * trained_shard),
+        optimizer_bytes=sum(_state_bytes(t, n, p, optimizer) for t, n in trained),
         whole_parameter_bytes=whole_bytes,
         # fully_shard copies straight into the parameters where there is nothing to gather.
         gathered_bytes=0 if ranks == 1 and engine is Engine.FSDP2 else rounded(c * shard * ranks),
-        whole_gradient_bytes=sum(rounded(c * tensor.elements) for tensor in tensors),
-        reduce_input_bytes=rounded(r * shard * ranks),
-        reduce_output_bytes=rounded(r * shard),
+        whole_gradient_bytes=sum(rounded(c * tensor.elements) for tensor in reached),
+        held_gradient_bytes=sum(
+            rounded((max(c, r) if engine is Engine.FSDP2 else c) * t.elements) for t in reached
+        ),
+        reduce_input_bytes=rounded(r * trained_shard * ranks),
+        reduce_output_bytes=rounded(r * trained_shard),
         compute_shard_bytes=rounded(c * shard),
         flat_parameter_bytes=rounded(p * shard * ranks),
         largest_piece_elements=max((count for _, count in held), default=0),
         largest_tensor_elements=max((tensor.elements for tensor in tensors), default=0),
     )
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    # The classifier reads a token's own state: BERT's pooler runs, but no loss depends on it.
+    return not tensor.name.startswith("pooler.")
 
 
 def _chunk_elements(tensor: Tensor, ranks: int) -> int:

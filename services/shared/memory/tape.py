@@ -70,11 +70,14 @@ class _Node:
 class Tape:
     """Counts the bytes of one module's forward pass and, where `saving`, of its backward pass.
 
+    Weight gradients stay, unless `adding`: then each is added into one that is alive already.
+
     `records` are the moments at which more bytes were alive than ever before: whatever the budget,
     the request that first exceeds it is one of them.
     """
 
-    def __init__(self, *, saving: bool) -> None:
+    def __init__(self, *, saving: bool, adding: bool = False) -> None:
+        self._adding = adding
         self.live_bytes = 0
         self.weight_gradient_bytes = 0
         self.records: list[Moment] = []
@@ -159,9 +162,13 @@ class Tape:
 
     def _backward(self, node: _Node, incoming: list[Value], gradients: dict[Value, Value]) -> None:
         what = f"{node.what} backward"
+        added: list[Value] = []
         for size in node.weight_bytes:
             self.weight_gradient_bytes += rounded(size)
-            self._allocate(size, f"{node.what} weight gradient")
+            weight = self._allocate(size, f"{node.what} weight gradient")
+            if self._adding:
+                self.weight_gradient_bytes -= weight.size_bytes
+                added.append(weight)
         results: list[tuple[Value, Value]] = []
         for gradient in node.gradients:
             if gradient.alias:
@@ -170,7 +177,7 @@ class Tape:
                 continue
             results.append((gradient.of, self._allocate(gradient.size_bytes, what)))
             self.during(what, gradient.extra_bytes)
-        self.drop(*incoming, *node.saved)
+        self.drop(*incoming, *node.saved, *added)
         for target, value in results:
             self._accumulate(target, value, gradients)
 
