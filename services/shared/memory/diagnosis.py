@@ -74,6 +74,7 @@ class Hypothesis:
     objections: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()  # per rank and micro-batch, solved where they were not given
     step: int | None = None
+    where: str = ""  # the moment of the prediction: step, direction, layer
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the contract; `status` says whether it survived."""
@@ -87,6 +88,7 @@ class Hypothesis:
             "against": list(self.objections),
             "tokens_per_rank": list(self.tokens),
             "step": self.step,
+            "where": self.where,
         }
 
 

@@ -116,9 +116,12 @@ class Evidence:
         )
 
 
-def gather(case: Case) -> Evidence:
-    """Return the evidence of `case`: words understood, log read, request matched."""
-    log = read_log(case.log)
+def gather(case: Case, log: LogReading | None = None) -> Evidence:
+    """Return the evidence of `case`: words understood, log read, request matched.
+
+    A `log` that was already read stands in for the case's own text.
+    """
+    log = log or read_log(case.log)
     message = log.primary
     precision = read_precision(case.precision or "")
     strategy = read_strategy("; ".join(t for t in (case.sharding_strategy, case.offload) if t))

@@ -26,6 +26,7 @@ from services.shared.memory.recipe import OptimizerImpl
 from services.shared.memory.scenarios import from_timelines, plan_with
 from services.shared.memory.sharding_evidence import judge_sharding
 from services.shared.memory.sizes import format_size
+from services.shared.memory.snapshot import LogReading
 from services.shared.memory.wording import FailurePhase
 
 # What a timeline answers better than a count of bytes per parameter does.
@@ -34,13 +35,14 @@ _COUNTED = frozenset({Cause.CAPACITY, Cause.FRAGMENTATION})
 _FULL_SHARE = 0.85
 
 
-def diagnose(case: Case) -> Diagnosis:
+def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
     """Return what the failure was: cause, confidence, sharding, request, and what to change.
 
     `certain` is given only where arithmetic excludes every other explanation; where several remain
-    the cause is `undecided` and the one measurement that decides is named.
+    the cause is `undecided` and the one measurement that decides is named. A `log` that was
+    streamed from a file stands in for the case's own text.
     """
-    evidence = gather(case)
+    evidence = gather(case, log)
     needs = needs_of(evidence)
     hypotheses = _weighed(evidence, needs)
     cause, confidence = _verdict(hypotheses)

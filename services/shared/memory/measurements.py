@@ -30,18 +30,12 @@ def next_measurement(
 
 def _by_step(left: list[Hypothesis]) -> str:
     """Ask for step and direction: they tell the survivors apart, and every log has them."""
-    outcomes = []
-    for hypothesis in sorted(left, key=lambda h: (h.step or 0, h.what)):
-        direction = "forward" if _fails_forward(hypothesis) else "backward"
-        outcomes.append(f"step {hypothesis.step} {direction}: {hypothesis.what}")
+    ordered = sorted(left, key=lambda h: (h.step or 0, h.where))
+    outcomes = [f"{h.where.partition(',')[0]} means {h.what}" for h in ordered]
     return (
-        "the optimizer step it failed in and whether forward or backward (progress bar and "
-        f"traceback of the failing rank). {'; '.join(outcomes)}"
+        "the step it failed in, and whether forward or backward (progress bar and traceback of the "
+        f"failing rank): {'; '.join(outcomes)}"
     )
-
-
-def _fails_forward(hypothesis: Hypothesis) -> bool:
-    return any(f"step {hypothesis.step} forward" in reason for reason in hypothesis.reasons)
 
 
 def _after_wrapping(evidence: Evidence, needs: Needs | None, *, joint: str) -> str:
