@@ -14,7 +14,7 @@ from services.shared.datasets.card import Head, HeadType
 from services.shared.model.metrics import Array, labelled
 
 NUM_BINS = 15  # as in Guo et al. 2017
-# A head outside these is not miscalibrated but untrained, or separates its few texts perfectly.
+# A head outside these is not miscalibrated but untrained.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -23,16 +23,19 @@ def fit_temperature(head: Head, logits: Array, labels: Array) -> float:
     """Return the temperature that gives the labels their highest likelihood; 1 without labels.
 
     `logits` [N, C]; `labels` [N] with -100 or [N, C] with NaN. The likelihood has one maximum in
-    1/temperature, so a golden-section search finds it.
+    1/temperature, so a golden-section search finds it. A label counts as true with probability
+    (N + 1) / (N + 2) only (Platt 1999, section 2.2): else a head without a mistake on few texts would
+    be made sure beyond all reason.
     """
     keep = labelled(head, labels)
     if not keep.any():
         return 1.0
     chosen, truth = logits[keep].astype(np.float64), labels[keep]
+    doubt = 1 / (len(truth) + 2)
     low, high = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
     while high - low > 1e-4 * low:
         one, other = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        if _loss(head, chosen * one, truth) <= _loss(head, chosen * other, truth):
+        if _loss(head, chosen * one, truth, doubt) <= _loss(head, chosen * other, truth, doubt):
             high = other
         else:
             low = one
@@ -60,11 +63,13 @@ def calibration_error(head: Head, logits: Array, labels: Array, *, temperature: 
     return float(np.abs(gaps).sum() / len(confidence))
 
 
-def _loss(head: Head, logits: Array, labels: Array) -> float:
+def _loss(head: Head, logits: Array, labels: Array, doubt: float) -> float:
     if head.type is HeadType.MULTI_LABEL:
-        return float((np.logaddexp(0, logits) - labels * logits).mean())
+        soft = labels + doubt * (1 - 2 * labels)
+        return float((np.logaddexp(0, logits) - soft * logits).mean())
     chosen = np.take_along_axis(logits, labels.astype(np.int64)[:, None], axis=1)[:, 0]
-    return float((_log_sum(logits) - chosen).mean())
+    others = (logits.sum(axis=1) - chosen) / max(1, logits.shape[1] - 1)
+    return float((_log_sum(logits) - (1 - doubt) * chosen - doubt * others).mean())
 
 
 def _log_sum(logits: Array) -> Array:

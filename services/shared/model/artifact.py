@@ -166,7 +166,7 @@ def load_backbone(
 ) -> Any:
     """Return the backbone of any local Hugging Face directory. Raises BadArtifact."""
     factory: Any = AutoModel
-    logging.disable_progress_bar()  # this process writes logs, not to a terminal
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # this process writes logs, not to a terminal
     try:
         backbone, info = factory.from_pretrained(
             str(directory),

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.distiller.distill import distill
+from services.distiller.objective import Objective
+from services.distiller.teacher import Teacher
+from services.shared.datasets.card import Split
+from services.shared.fsdp.process import Position, RunFailed
+from services.shared.jobs.promotion import evaluate_gate
+from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records, write_json
+from services.shared.jobs.spec import Gate
+from services.shared.model.artifact import (
+    check_golden,
+    load_classifier,
+    read_artifact,
+    verify_artifact,
+)
+from services.shared.model.tokens import load_tokenizer
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[int]:
+    """Count the texts that the teacher is asked in batches, by call."""
+    counts: list[int] = []
+    plain = Teacher.ask
+
+    def ask(self, batch, tap=()):
+        counts.append(int(batch.weight.sum()))
+        return plain(self, batch, tap)
+
+    monkeypatch.setattr(Teacher, "ask", ask)
+    return counts
+
+
+def losses(run: RunDirectory) -> list[float]:
+    records = [record for _, record in read_records(run.progress, ProgressRecord)]
+    return [r.evaluation["loss"] for r in records if r.evaluation is not None]
+
+
+def test_a_student_learns_what_its_teacher_knows(task, distilled):
+    report = distilled(task(training={"epochs": 6}, spec={"heads": ["sentiment"]}))
+    evaluation = report.evaluation
+    assert report.outcome == "succeeded"
+    assert evaluation["split"] == "test"
+    assert evaluation["heads"].keys() == {"sentiment"}
+    assert evaluation["heads"]["sentiment"]["agreement"] > 0.9
+    assert evaluate_gate(Gate(min_macro_f1_share=0.9), evaluation).passed
+
+
+def test_the_evaluation_says_what_the_gate_and_a_person_need(task, distilled, teacher_dir):
+    evaluation = distilled(task()).evaluation
+    assert set(evaluation["student_over_teacher"]) == {"sentiment", "topics"}
+    for name, head in evaluation["heads"].items():
+        teacher = evaluation["teacher"]["heads"][name]
+        share = head["macro_f1"] / teacher["macro_f1"]
+        assert evaluation["student_over_teacher"][name] == pytest.approx(share)
+        assert {
+            "accuracy",
+            "confusion",
+            "agreement",
+            "ece",
+            "ece_calibrated",
+            "temperature",
+        } <= set(head)
+    expected = read_artifact(teacher_dir).manifest
+    assert expected is not None
+    assert evaluation["teacher"]["parameters"] == expected.parameters > evaluation["parameters"]
+    assert evaluation["teacher"]["single_text_seconds"] > 0
+    assert evaluation["single_text_seconds"] > 0
+
+
+def test_the_artifact_is_whole_and_knows_its_teacher(task, distilled, run, teacher_dir):
+    report = distilled(task())
+    artifact = read_artifact(run.export)
+    verify_artifact(artifact)
+    manifest = artifact.manifest
+    assert manifest is not None
+    assert manifest.parameters == report.parameters
+    assert manifest.lineage["kind"] == "distill"
+    assert manifest.lineage["teacher_manifest_sha256"]
+    assert manifest.metrics["student_over_teacher"]
+    found = {name: c.temperature for name, c in artifact.calibration.items()}
+    expected = {name: h["temperature"] for name, h in report.evaluation["heads"].items()}
+    assert found == expected
+    worst = check_golden(run.export, load_classifier(run.export), load_tokenizer(run.export))
+    assert worst is not None
+
+
+def test_projections_are_learnt_but_not_exported(task, distilled, run):
+    report = distilled(
+        task(
+            distillation={
+                "hidden_weight": 1.0,
+                "hidden_layers": "spread",
+                "hidden_loss": "mse",
+                "cache_hidden": True,
+            }
+        )
+    )
+    assert report.parameters == sum(p.numel() for p in load_classifier(run.export).parameters())
+    assert not any("projections" in name for name in load_classifier(run.export).state_dict())
+
+
+def test_hidden_states_are_asked_online_unless_keeping_them_is_asked_for(task, distilled, asked):
+    report = distilled(task(distillation={"hidden_weight": 0.5, "signals": "cached"}))
+    assert report.details["signals"] == "online"
+    assert sum(asked) == 60 + 2 * 240
+
+
+@pytest.mark.parametrize(
+    ("mode", "texts"), [("online", 60 + 3 * 240), ("auto", 60 + 240), ("cached", 60 + 240)]
+)
+def test_the_teacher_is_asked_as_often_as_the_mode_says(task, distilled, asked, mode, texts):
+    distilled(task(training={"epochs": 3}, distillation={"signals": mode}))
+    assert sum(asked) == texts
+
+
+def test_all_modes_give_the_same_student(task, run, world, tmp_path):
+    found = []
+    for mode in ("online", "auto", "cached"):
+        place = RunDirectory(tmp_path / mode)
+        distill(place, task(distillation={"signals": mode}), world, Position())
+        found.append(losses(place))
+    assert len(found[0]) == 2
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_second_job_asks_the_same_teacher_nothing(task, world, tmp_path, asked, caplog):
+    job = task(cache_dir=tmp_path / "signals")
+    distill(RunDirectory(tmp_path / "first"), job, world, Position())
+    asked.clear()
+    with caplog.at_level(logging.WARNING, logger="services"):
+        distill(RunDirectory(tmp_path / "second"), job, world, Position())
+    assert asked == []
+    assert caplog.records == []
+
+
+def test_unlabelled_texts_are_answered_by_the_teacher(task, distilled, new_dataset):
+    more = new_dataset(dict.fromkeys(Split, 100), seed=5, heads=[])
+    report = distilled(task(unlabelled_dirs=[more]))
+    assert report.details["unlabelled_texts"] == 300
+    assert report.details["training_texts"] == 540
+
+
+def test_a_student_with_another_tokenizer_learns_too(task, distilled, run, teacher_dir):
+    config = task().spec.student.config
+    report = distilled(
+        task(
+            student={"config": config, "tokenizer": {"train": True, "vocab_size": 300}},
+            training={"epochs": 6},
+            spec={"heads": ["sentiment"]},
+        )
+    )
+    own, other = load_tokenizer(run.export), load_tokenizer(teacher_dir)
+    assert own.get_vocab() != other.get_vocab()
+    assert report.evaluation["heads"]["sentiment"]["agreement"] > 0.75
+
+
+def test_a_student_cut_from_its_teacher_is_distilled(task, distilled):
+    report = distilled(task(student={"layers_of_teacher": 2, "tokenizer": "teacher"}))
+    assert report.evaluation["heads"]["sentiment"]["agreement"] > 0.8
+
+
+def test_a_stopped_job_goes_on_where_it_was(task, world, tmp_path, monkeypatch):
+    whole = RunDirectory(tmp_path / "whole")
+    distill(whole, task(), world, Position())
+
+    first, second = RunDirectory(tmp_path / "first"), RunDirectory(tmp_path / "second")
+    calls = []
+
+    def stop_in_step_7() -> list[float]:
+        calls.append(1)
+        return [1.0, 0.0, 0.0] if len(calls) == asking + 7 else [0.0, 0.0, 0.0]
+
+    asking = count_of_batches(task, world, tmp_path, monkeypatch)
+    monkeypatch.setattr(world.stopping, "flags", stop_in_step_7)
+    report = distill(first, task(), world, Position())
+    assert (report.outcome, report.stop_reason, report.steps) == ("stopped", "cancelled", 7)
+    assert not first.export.exists()
+
+    job = task(resume_dir=first.checkpoints)
+    report = distill(second, job, world, Position())
+    assert report.steps == 30
+    assert losses(second) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def count_of_batches(task, world, tmp_path, monkeypatch) -> int:
+    """Return how often the ranks look for a stop request before the first step."""
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(world.stopping, "flags", lambda: calls.append(1) or [0.0, 0.0, 0.0])
+        job = task(training={"max_steps": 1})
+        distill(RunDirectory(tmp_path / "count"), job, world, Position())
+    return len(calls) - 1
+
+
+def test_a_stop_request_before_training_ends_the_job_at_once(task, world, run):
+    write_json(run.stop, {"reason": "handed_back"})
+    report = distill(run, task(), world, Position())
+    assert (report.outcome, report.stop_reason, report.steps) == ("stopped", "handed_back", 0)
+
+
+def test_a_teacher_that_answers_nonsense_stops_the_job(task, distilled, monkeypatch):
+    plain = Teacher.__call__
+
+    def broken(self, *inputs):
+        found = plain(self, *inputs)
+        return found | {"topics": found["topics"] * torch.nan}
+
+    monkeypatch.setattr(Teacher, "__call__", broken)
+    with pytest.raises(RunFailed, match=r"logits of head topics are not finite for line \d+ of"):
+        distilled(task())
+
+
+def test_a_loss_that_is_not_finite_stops_the_job(task, distilled, monkeypatch):
+    plain = Objective.loss
+    monkeypatch.setattr(Objective, "loss", lambda *inputs: plain(*inputs) * torch.nan)
+    with pytest.raises(RunFailed, match="The loss of step 1 is nan: lower the lea") as failed:
+        distilled(task())
+    assert failed.value.reason == "non_finite_loss"
+
+
+def test_weights_of_heads_that_do_not_exist_are_refused(task, distilled):
+    with pytest.raises(RunFailed, match="names mood; the heads are sentiment, topics") as failed:
+        distilled(task(distillation={"head_weights": {"mood": 1.0}}))
+    assert failed.value.reason == "bad_spec"
+
+
+def test_a_head_of_weight_zero_is_left_as_it_began(task, distilled, run):
+    distilled(task(distillation={"head_weights": {"topics": 0.0}}))
+    bias = load_classifier(run.export).heads["topics"].bias
+    assert bias.abs().max() == 0
+    assert load_classifier(run.export).heads["sentiment"].bias.abs().max() > 0
+
+
+def test_progress_tells_the_phases_and_the_size_of_the_answers(task, distilled, run):
+    distilled(task())
+    records = [json.loads(line) for line in Path(run.progress).read_text().splitlines()]
+    phases = {record["phase"] for record in records}
+    assert {"loading", "wrapping", "evaluating", "training", "exporting", "finishing"} <= phases
+    assert any("answers take" in record.get("message", "") for record in records)

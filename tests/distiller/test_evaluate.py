@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from services.distiller.evaluate import agreement, calibrate, compare, single_text_seconds
+from services.shared.datasets.card import Head, HeadType
+
+MOOD = Head(name="mood", labels=["bad", "good"])
+TAGS = Head(name="tags", type=HeadType.MULTI_LABEL, labels=["x", "y"])
+RIGHT, WRONG = np.array([[2.0, 0.0], [0.0, 2.0]]), np.array([[2.0, 0.0], [2.0, 0.0]])
+LABELS = {"mood": np.array([0, 1])}
+
+
+def test_agreement_counts_whole_answers_labelled_or_not():
+    assert agreement(MOOD, RIGHT, WRONG) == 0.5
+    one, other = np.array([[1.0, 1.0], [-1.0, 1.0]]), np.array([[1.0, -1.0], [-1.0, 3.0]])
+    assert agreement(TAGS, one, other) == 0.5
+
+
+def test_a_student_is_compared_head_by_head():
+    found = compare(
+        [MOOD],
+        student={"mood": WRONG},
+        teacher={"mood": RIGHT},
+        labels=LABELS,
+        calibration=calibrate([MOOD], {"mood": RIGHT}, LABELS),
+    )
+    assert found["heads"]["mood"]["accuracy"] == 0.5
+    assert found["teacher"]["heads"]["mood"]["accuracy"] == 1.0
+    assert found["student_over_teacher"]["mood"] == pytest.approx(1 / 3)
+    assert found["heads"]["mood"]["agreement"] == 0.5
+
+
+def test_a_teacher_that_knows_nothing_gives_no_share():
+    found = compare(
+        [MOOD],
+        student={"mood": RIGHT},
+        teacher={"mood": RIGHT[::-1]},
+        labels=LABELS,
+        calibration={},
+    )
+    assert found["student_over_teacher"]["mood"] is None
+    assert "temperature" not in found["heads"]["mood"]
+
+
+def test_the_speed_is_that_of_single_texts():
+    shapes = []
+
+    class Words:
+        pad_token_id = 0
+
+        def __call__(self, texts, **_options):
+            return {"input_ids": [[1] * len(text.split()) for text in texts]}
+
+    def ask(ids, mask):
+        shapes.append(tuple(ids.shape))
+        return {"mood": torch.zeros(len(ids), 2)}
+
+    texts = ["one", "two words", "three more words"]
+    seconds = single_text_seconds(ask, Words(), texts, max_length=8, device=torch.device("cpu"))
+    assert seconds is not None
+    assert shapes == [(1, 1), (1, 1), (1, 1), (1, 1), (1, 2), (1, 3)]
+    assert single_text_seconds(ask, Words(), [], max_length=8, device=torch.device("cpu")) is None

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
+
+from services.distiller.teacher import match_heads, place_teacher, read_teacher
+from services.shared.datasets.card import Head, HeadType
+from services.shared.fsdp.process import RunFailed
+from services.shared.jobs.spec import Recipe
+from services.shared.model.artifact import load_classifier, read_artifact
+from services.shared.model.classifier import TAPPED
+from services.shared.model.tokens import load_tokenizer, pad
+
+RECIPE = Recipe.model_validate({"compute": "float32", "reduce": "float32"})
+MOOD = Head(name="mood", labels=["bad", "good"])
+IDS, MASK = pad([[2, 9, 8, 7, 3], [2, 20, 3]], 0)
+
+
+def placed(directory: Path, heads: list[Head], world, wanted: str = "replicated"):
+    files = read_teacher(directory, heads, max_length=48)
+    return place_teacher(files, wanted=wanted, recipe=RECIPE, world=world)
+
+
+@pytest.fixture
+def published_decoder(teacher_dir, tmp_path) -> Path:
+    config = Qwen3Config(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        id2label={0: "good", 1: "bad"},
+    )
+    return publish(Qwen3ForSequenceClassification(config), teacher_dir, tmp_path / "decoder")
+
+
+@pytest.fixture
+def published_encoder(teacher_dir, tmp_path) -> Path:
+    config = BertConfig(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=0,
+        id2label={0: "good", 1: "bad"},
+    )
+    return publish(BertForSequenceClassification(config), teacher_dir, tmp_path / "encoder")
+
+
+def publish(model, teacher_dir: Path, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    load_tokenizer(teacher_dir).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("wanted", ["replicated", "sharded"])
+def test_a_teacher_answers_as_its_artifact_does(wanted, teacher_dir, world):
+    heads = read_artifact(teacher_dir).heads
+    teacher = placed(teacher_dir, heads, world, wanted)
+    expected = load_classifier(teacher_dir)
+    with torch.no_grad():
+        logits = expected(IDS, MASK, (2, 4))
+    found = teacher(IDS, MASK, (2, 4))
+    assert teacher.placement == wanted
+    assert found.keys() == {"sentiment", "topics", TAPPED}
+    for name, values in found.items():
+        torch.testing.assert_close(values, logits[name], atol=1e-5, rtol=1e-5)
+
+
+def test_a_small_teacher_is_replicated_by_itself(teacher_dir, world):
+    teacher = placed(teacher_dir, read_artifact(teacher_dir).heads, world, "auto")
+    assert teacher.placement == "replicated"
+
+
+def test_a_teacher_too_large_for_a_rank_is_sharded_by_itself(teacher_dir, world, monkeypatch):
+    monkeypatch.setattr("services.distiller.teacher.REPLICATED_SHARE", 1e-9)
+    teacher = placed(teacher_dir, read_artifact(teacher_dir).heads, world, "auto")
+    assert teacher.placement == "sharded"
+
+
+def test_no_parameter_of_a_teacher_asks_for_a_gradient(teacher_dir, world):
+    for wanted in ("replicated", "sharded"):
+        teacher = placed(teacher_dir, read_artifact(teacher_dir).heads, world, wanted)
+        assert not any(p.requires_grad for p in teacher.module.parameters())
+        assert not teacher(IDS, MASK)["topics"].requires_grad
+
+
+def test_a_teacher_with_more_heads_answers_those_of_the_student(teacher_dir, world):
+    teacher = placed(teacher_dir, read_artifact(teacher_dir).heads[:1], world)
+    assert teacher(IDS, MASK).keys() == {"sentiment"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Head(name="sentiment", labels=["bad", "fair", "good"]),
+        Head(name="sentiment", labels=["bad", "good"], type=HeadType.MULTI_LABEL),
+        Head(name="mood", labels=["bad", "good"]),
+    ],
+    ids=["labels", "type", "name"],
+)
+def test_heads_that_differ_are_refused_with_both_lists(other, teacher_dir):
+    with pytest.raises(RunFailed) as failed:
+        read_teacher(teacher_dir, [other], max_length=48)
+    message = str(failed.value)
+    assert failed.value.reason == "bad_spec"
+    assert "the teacher has sentiment (single_label: bad, good), topics (multi_label" in message
+    assert f"the student asks for {other.name} ({other.type}: {', '.join(other.labels)})" in message
+
+
+def test_labels_in_another_order_are_found_by_name():
+    turned = Head(name="mood", labels=["good", "bad"])
+    assert match_heads([MOOD], [turned]) == {"mood": [1, 0]}
+
+
+def test_a_published_decoder_classifier_is_a_teacher(published_decoder, world):
+    model = Qwen3ForSequenceClassification.from_pretrained(published_decoder).eval()
+    with torch.no_grad():
+        expected = model(input_ids=IDS, attention_mask=MASK).logits
+    for wanted in ("replicated", "sharded"):
+        found = placed(published_decoder, [MOOD], world, wanted)(IDS, MASK)["mood"]
+        torch.testing.assert_close(found, expected[:, [1, 0]], atol=1e-5, rtol=1e-5)
+
+
+def test_a_published_encoder_classifier_is_a_teacher(published_encoder, world):
+    model = BertForSequenceClassification.from_pretrained(published_encoder).eval()
+    with torch.no_grad():
+        expected = model(input_ids=IDS, attention_mask=MASK).logits
+    found = placed(published_encoder, [MOOD], world, "auto")(IDS, MASK)["mood"]
+    torch.testing.assert_close(found, expected[:, [1, 0]], atol=1e-5, rtol=1e-5)
+
+
+def test_a_published_encoder_cannot_be_sharded(published_encoder, world):
+    with pytest.raises(RunFailed, match='cannot be sharded; ask for "replicated"'):
+        placed(published_encoder, [MOOD], world, "sharded")
+
+
+def test_a_published_classifier_cannot_answer_two_heads(published_decoder):
+    other = Head(name="topic", labels=["a", "b"])
+    with pytest.raises(RunFailed, match=r"the teacher has labels \(single_label: good, bad\)"):
+        read_teacher(published_decoder, [MOOD, other], max_length=48)
+
+
+def test_a_model_that_is_no_classifier_is_refused(published_decoder):
+    model = Qwen3ForSequenceClassification.from_pretrained(published_decoder).model
+    model.save_pretrained(published_decoder)
+    with pytest.raises(RunFailed, match=r"is no classifier: it has no heads\.json") as failed:
+        read_teacher(published_decoder, [MOOD], max_length=48)
+    assert failed.value.reason == "bad_model"
