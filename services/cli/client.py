@@ -66,13 +66,16 @@ class Client:
         self,
         path: str,
         *,
+        params: Mapping[str, Any] | None = None,
         json: Any = None,
         data: Mapping[str, str] | None = None,
         files: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """Send a JSON body or a form and return the answer."""
-        return self._ask("POST", path, json=json, data=data, files=files, headers=headers)
+        return self._ask(
+            "POST", path, params=params, json=json, data=data, files=files, headers=headers
+        )
 
     def events(self, path: str) -> Iterator[ServerEvent]:
         """Yield the events of a stream until the server ends it, over reconnections.
