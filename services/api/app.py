@@ -12,7 +12,17 @@ from services.api import errors
 from services.api.body import BodyLimit
 from services.api.deps import Parts
 from services.api.openapi import describe
-from services.api.routes import datasets, diagnoses, health, jobs, models, plans, predict, runs
+from services.api.routes import (
+    classify,
+    datasets,
+    diagnoses,
+    health,
+    jobs,
+    models,
+    plans,
+    predict,
+    runs,
+)
 from services.api.telemetry import InfoCollector, Observe
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -30,6 +40,7 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
     app.state.parts = parts
     for router in (
         predict.router,  # the first to be matched: the others are asked a thousand times less
+        classify.router,
         datasets.router,
         plans.router,
         jobs.writes,

@@ -21,6 +21,7 @@ from services.api.keys import keys_for
 from services.api.logs import configure_logs
 from services.api.promotions import PromotionFeed
 from services.api.serving.predictor import Predictor
+from services.api.serving.settings import ServingSettings
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.jobs.errors import Unavailable
@@ -41,7 +42,7 @@ def main() -> None:
         # Uploads are spooled where there is room for them; a container's /tmp may be memory.
         tempfile.tempdir = str(settings.uploads_dir)
     except ValidationError as error:
-        sys.exit("\n".join(f"STILLHOUSE_{_field(e)}: {e['msg']}" for e in error.errors()))
+        sys.exit("\n".join(f"{_variable(error, e)}: {e['msg']}" for e in error.errors()))
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     uvicorn.run(
@@ -105,8 +106,10 @@ def _make_directories(settings: ApiSettings) -> None:
         getattr(settings, name).mkdir(parents=True, exist_ok=True)
 
 
-def _field(error: ErrorDetails) -> str:
-    return ".".join(str(part) for part in error["loc"]).upper()
+def _variable(error: ValidationError, detail: ErrorDetails) -> str:
+    kind = ServingSettings if error.title == ServingSettings.__name__ else ApiSettings
+    prefix = kind.model_config["env_prefix"]
+    return prefix + ".".join(str(part) for part in detail["loc"]).upper()
 
 
 def _writable(settings: ApiSettings) -> None:

@@ -100,3 +100,15 @@ def test_an_open_door_on_a_network_is_no_server(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Refusing to listen on 0.0.0.0" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_setting_of_the_serving_room_is_named(tmp_path: Path) -> None:
+    done = start(
+        STILLHOUSE_DATA_DIR=str(tmp_path),
+        STILLHOUSE_DATABASE_URL="postgresql://x",
+        STILLHOUSE_BROKER_URL="redis://x",
+        STILLHOUSE_SERVING_LANES="-1",
+    )
+    assert done.returncode == 1
+    assert "STILLHOUSE_SERVING_LANES" in done.stderr
+    assert "Traceback" not in done.stderr

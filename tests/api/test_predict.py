@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from services.api.app import create_app
 from services.api.serving.errors import EngineFailed, Overloaded, RequestTooLarge, UnusableText
 
 NEGATIVE_POSITIVE = [
@@ -205,3 +207,56 @@ def test_classify_cuts_for_minus_one_only(client: Any) -> None:
     assert client.post("/v1/classify", json=body).status_code == 200
     body["truncate_prompt_tokens"] = 5
     assert client.post("/v1/classify", json=body).status_code == 422
+
+
+def test_the_texts_of_a_client_that_left_are_dropped(offline: Any, one_head: Any) -> None:
+    offline.predictor.students["default"] = one_head
+    dropped: list[bool] = []
+
+    async def visit() -> None:
+        busy, sent = asyncio.Event(), []
+        body = [{"type": "http.request", "body": b'{"inputs": "a"}', "more_body": False}]
+
+        async def endless(texts: list[str], *, truncate: bool, alias: str) -> Any:
+            busy.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                dropped.append(True)
+
+        async def receive() -> Any:
+            if body:
+                return body.pop()
+            await busy.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        offline.predictor.predict = endless
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/predict",
+            "query_string": b"",
+            "headers": headers,
+        }
+        await create_app(offline.parts())(scope, receive, send)
+        assert sent == []
+
+    asyncio.run(asyncio.wait_for(visit(), 20))
+    assert dropped == [True]
+
+
+def test_an_alias_that_was_never_promoted_is_not_found(platform: Any) -> None:
+    response = platform.client().post("/predict?alias=rival", json={"inputs": "a"})
+    assert (response.status_code, response.json()["type"]) == (
+        404,
+        "urn:stillhouse:problem:not-found",
+    )
+
+
+def test_an_alias_whose_student_is_still_loading_is_waited_for(desk: Any) -> None:
+    desk.store.promote(desk.succeed(desk.running()), alias="rival")
+    assert desk.client.post("/predict?alias=rival", json={"inputs": "a"}).status_code == 503

@@ -1,0 +1,120 @@
+"""Prediction in the shape of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse
+
+from services.api.asking import ANSWER_HEADERS, Usage, active_student, answer_with, ask, usage_of
+from services.api.body import screen_json
+from services.api.deps import Alias, PartsDep
+from services.api.errors import ProblemError
+from services.api.keys import Scope, requires
+from services.api.openapi import problems
+from services.api.serving.prediction import Prediction, Score
+from services.shared.jobs.model_rows import DEFAULT_ALIAS
+
+router = APIRouter(
+    tags=["predict"],
+    dependencies=[Depends(requires(Scope.PREDICT)), Depends(screen_json)],
+    responses=problems(400, 401, 403, 404, 413, 422, 429, 500, 503),
+)
+
+
+class ClassifyRequest(BaseModel):
+    """The request of vLLM and SGLang."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, json_schema_extra={"examples": [{"input": ["房间很干净"]}]}
+    )
+
+    model: Annotated[str, Field(max_length=200)] | None = Field(
+        None, description="Name, version or alias of the model that serves; checked if given."
+    )
+    input: str | Annotated[list[str], Field(min_length=1)]
+    truncate_prompt_tokens: Literal[-1] | None = Field(
+        None, description="-1 cuts longer texts to the model's length."
+    )
+
+
+class ClassifyHead(BaseModel):
+    """One head's answer; `probs` is in the order of `labels`."""
+
+    label: str
+    probs: list[float]
+    labels: list[str]
+    num_classes: int
+
+
+class ClassifyText(BaseModel):
+    """One text's answer. The plain fields are the first head's; `heads` has them all (ours)."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+    heads: dict[str, ClassifyHead] | None = None
+
+
+class ClassifyAnswer(BaseModel):
+    """The response of vLLM; `heads` appears where the student has several."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifyText]
+    usage: Usage
+
+
+@router.post(
+    "/v1/classify",
+    operation_id="classify",
+    summary="Classify texts (vLLM and SGLang shape)",
+    responses={200: {"model": ClassifyAnswer, "headers": ANSWER_HEADERS}},
+)
+async def classify(
+    body: ClassifyRequest, request: Request, parts: PartsDep, alias: Alias = DEFAULT_ALIAS
+) -> JSONResponse:
+    student = await active_student(parts, alias)
+    if body.model not in (None, alias, student.name, student.version):
+        raise ProblemError("not-found", f"The model {body.model!r} does not serve here now.")
+    predictions = await ask(
+        [body.input] if isinstance(body.input, str) else body.input,
+        request=request,
+        parts=parts,
+        alias=alias,
+        field="input",
+        truncate=body.truncate_prompt_tokens is not None,
+    )
+    content = {
+        "id": f"classify-{secrets.token_hex(12)}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": predictions[0].model,
+        "data": [_classified(index, p) for index, p in enumerate(predictions)],
+        "usage": usage_of(predictions),
+    }
+    return answer_with(content, predictions)
+
+
+def _classified(index: int, prediction: Prediction) -> dict[str, Any]:
+    heads = {name: _classified_head(scores) for name, scores in prediction.scores.items()}
+    first = next(iter(heads.values()))
+    answer = {"index": index, **{k: first[k] for k in ("label", "probs", "num_classes")}}
+    return {**answer, "heads": heads} if len(heads) > 1 else answer
+
+
+def _classified_head(scores: list[Score]) -> dict[str, Any]:
+    in_order = sorted(scores, key=lambda score: score.label)  # labels are sorted: class order
+    return {
+        "label": scores[0].label,
+        "probs": [score.score for score in in_order],
+        "labels": [score.label for score in in_order],
+        "num_classes": len(scores),
+    }
