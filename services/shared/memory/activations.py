@@ -108,8 +108,8 @@ def front_bytes(dims: Dimensions, tokens: Tokens) -> int:
     return kept
 
 
-_NORM_IN_FRONT = BERT_LIKE | {Family.MODERNBERT, Family.BLOOM}
-_DROPOUT_IN_FRONT = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE}
+_NORM_IN_FRONT = BERT_LIKE | {Family.MODERNBERT}
+_DROPOUT_IN_FRONT = BERT_LIKE | {Family.GPT_BIGCODE}
 
 
 def mask_bytes(dims: Dimensions, tokens: Tokens) -> int:
@@ -130,7 +130,7 @@ def tables_bytes(dims: Dimensions, tokens: Tokens) -> int:
     return mask_bytes(dims, tokens) + rotary + 2 * rounded(8 * tokens.total)
 
 
-_WITHOUT_ROTARY = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.BLOOM, Family.OPT}
+_WITHOUT_ROTARY = BERT_LIKE | {Family.GPT_BIGCODE, Family.OPT}
 
 
 class _Forward(NamedTuple):

@@ -22,6 +22,7 @@ class Kernel(NamedTuple):
     softmax_float32: bool
     cpu: bool
     lays_out: bool = False
+    softcap: bool = False
 
     @property
     def runs(self) -> Attention:
@@ -120,6 +121,8 @@ def _eager(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     tape.drop(laid)
     scaled = tape.op("attention scores", low, [Gradient(scores, low)])
     tape.drop(scores)
+    if kernel.softcap:
+        scaled = _capped(tape, scaled, low)
     if kernel.mask:
         masked = tape.op("masked attention scores", low, [Gradient(scaled, alias=True)])
         tape.drop(scaled)
@@ -135,6 +138,17 @@ def _eager(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     )
     out = tape.op("attention context", heads.query_bytes, [Gradient(context, heads.query_bytes)])
     tape.drop(context, weights)
+    return out
+
+
+def _capped(tape: Tape, scores: Value, low: int) -> Value:
+    """Gemma 2's cap * tanh(scores / cap); lets go of `scores`."""
+    divided = tape.op("attention scores", low, [Gradient(scores, low)])
+    tape.drop(scores)
+    bent = tape.op("attention scores", low, [Gradient(divided, low)], saves_out=True)
+    tape.drop(divided)
+    out = tape.op("attention scores", low, [Gradient(bent, low)])
+    tape.drop(bent)
     return out
 
 

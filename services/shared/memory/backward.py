@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.shared.memory.recipe import Prefetch
 from services.shared.memory.run import Run
 from services.shared.memory.sharding import UnitSizes
+from services.shared.memory.update import update_temporaries
 
 
 def write_backward(run: Run) -> None:
@@ -256,17 +257,20 @@ def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int, *, kept: int = 0) -> N
     books, job, recipe = run.books, run.job, run.job.recipe
     if not recipe.optimizer_in_backward or books.micro_batch < recipe.accumulate - 1:
         return
-    if books.step == 1 and job.state_on_device:
+    if not job.state_on_device:
+        return
+    if books.step == 1:
         books.optimizer += unit.optimizer_bytes
+    update = update_temporaries(recipe, (unit,))
     held = 0 if job.fsdp1 else unit.reduce_input_bytes
     books.mark(
         unit.name,
         None,
-        "optimizer state",
+        "optimizer update in backward",
         request_bytes=unit.largest_piece_elements * job.recipe.parameters.size_bytes,
         communication=ahead + held,
         unsharded_gradients=kept,
-        temporaries=unit.gradient_bytes if job.on_device else 0,
+        temporaries=unit.gradient_bytes + update,
     )
 
 

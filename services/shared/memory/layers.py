@@ -13,7 +13,6 @@ from typing import NamedTuple
 from services.shared.memory.attention import Heads, Kernel, attend
 from services.shared.memory.dimensions import (
     BERT_LIKE,
-    EXPERT_FAMILIES,
     LLAMA_LIKE,
     Dimensions,
     Family,
@@ -25,8 +24,7 @@ from services.shared.memory.tape import Gradient, Tape, Value
 PLANNED_FAMILIES = (
     LLAMA_LIKE
     | BERT_LIKE
-    | {Family.PHI3, Family.MODERNBERT, Family.GPT2, Family.GPT_NEOX, Family.GPT_BIGCODE}
-    | {Family.FALCON, Family.BLOOM, Family.OPT}
+    | {Family.PHI3, Family.MODERNBERT, Family.GPT_NEOX, Family.GPT_BIGCODE, Family.OPT}
 )
 
 
@@ -50,10 +48,9 @@ class Tokens(NamedTuple):
 def check_planned(dims: Dimensions) -> None:
     """Raise InvalidInput for a family whose activations are not described here."""
     if dims.family not in PLANNED_FAMILIES:
-        kind = "a mixture of experts" if dims.family in EXPERT_FAMILIES else "an encoder-decoder"
         raise InvalidInput(
             "model",
-            f"{dims.family} is {kind}: its tensors are known, its activations are not",
+            f"the tensors of {dims.family} are known, its activations are not",
             accepted=sorted(str(family) for family in PLANNED_FAMILIES),
         )
 
@@ -88,6 +85,10 @@ def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> V
 _TURNED = {Family.PHI3: 1, Family.GPT_NEOX: 4}
 
 
+# OPT drops hidden states only: attention_dropout is 0 in its configs.
+_ATTENTION_DROPOUT = BERT_LIKE | {Family.GPT_BIGCODE}
+
+
 class _Layer:
     """Operations with the sizes of one layer at hand."""
 
@@ -102,7 +103,8 @@ class _Layer:
         self.kernel = Kernel(
             tokens.attention,
             mask=tokens.mask,
-            dropout=dims.dropout and tokens.training,
+            dropout=dims.dropout and tokens.training and dims.family in _ATTENTION_DROPOUT,
+            softcap=dims.family is Family.GEMMA2,
             softmax_float32=dims.family not in BERT_LIKE,
             cpu=tokens.cpu_kernels,
             lays_out=dims.family in _TURNED,
@@ -156,28 +158,25 @@ class _Layer:
         return out
 
     def pre_norm(self, x: Value) -> Value:
-        """GPT-2, GPT-NeoX, Falcon, BLOOM and OPT: LayerNorms in front, an MLP without a gate."""
-        tape, dims = self.tape, self.dims
-        parallel = dims.family in (Family.FALCON, Family.GPT_NEOX)
+        """GPT-NeoX, GPT-BigCode and OPT: LayerNorms in front, an MLP without a gate."""
+        tape = self.tape
+        # GPT-NeoX runs attention and MLP side by side from the same input.
+        parallel = self.dims.family is Family.GPT_NEOX
         normed = self.layer_norm(x, "input norm")
         attended = self.dropout(self.plain_attention(normed))
-        if parallel:
-            middle, second = x, normed
-            if dims.family is Family.GPT_NEOX or dims.parallel_norms == 2:
-                tape.drop(normed)
-                second = self.layer_norm(x, "MLP norm")
-        else:
-            tape.drop(normed)
+        tape.drop(normed)
+        middle = x
+        if not parallel:
             middle = self.add(x, attended, self.hidden_bytes)
             tape.drop(attended)
-            second = self.layer_norm(middle, "MLP norm")
-        mlp = self.plain_mlp(second)
+        normed = self.layer_norm(middle, "MLP norm")
+        mlp = self.plain_mlp(normed)
         if parallel:
             summed = self.add(mlp, attended, self.hidden_bytes)
             tape.drop(mlp, attended)
             mlp = summed
         out = self.add(middle, mlp, self.output_bytes)
-        tape.drop(second, mlp, *(() if parallel else (middle,)))
+        tape.drop(normed, mlp, *(() if parallel else (middle,)))
         return out
 
     def modern_encoder(self, x: Value) -> Value:
@@ -212,9 +211,10 @@ class _Layer:
                 key = self._head_normed(key, dims.num_kv_heads)
             value = self.linear(normed, heads.key_bytes, "value", bias=dims.attention_bias)
         if dims.family is Family.MODERNBERT and self.value_bytes < 4:
-            turned_query, turned_key = self._rotate_raised(query), self._rotate_raised(key)
-            turned_query = self._lowered(turned_query, heads.query_bytes, "rotary")
-            turned_key = self._lowered(turned_key, heads.key_bytes, "rotary")
+            raised = self._rotate_raised(query), self._rotate_raised(key)
+            turned_query = self._lowered(raised[0], heads.query_bytes, "rotary")
+            turned_key = self._lowered(raised[1], heads.key_bytes, "rotary")
+            tape.drop(*raised)
         else:
             turned_query, turned_key = self._rotate(query), self._rotate(key)
         tape.drop(query, key)
@@ -234,7 +234,7 @@ class _Layer:
             query, key, value = parts
         else:
             query, key, value = self._fused_projection(x)
-        if dims.family in (Family.GPT_NEOX, Family.FALCON):
+        if dims.family is Family.GPT_NEOX:
             turned = self._rotate(query), self._rotate(key)
             tape.drop(query, key)
             query, key = turned
@@ -273,7 +273,7 @@ class _Layer:
         """down(act(up(x))) with a dropout behind."""
         bias = self.dims.mlp_bias
         wide = self.linear(x, self.wide_bytes, "MLP up", bias=bias)
-        active = self.unary(wide, "activation")
+        active = self.unary(wide, "activation", keeps_output=self.dims.family is Family.OPT)
         self.tape.drop(wide)
         out = self.linear(active, self.hidden_bytes, "MLP down", bias=bias)
         self.tape.drop(active)
@@ -302,9 +302,11 @@ class _Layer:
             weight_bytes=weights,
         )
 
-    def unary(self, x: Value, what: str) -> Value:
-        """An activation that saves its input."""
-        return self.tape.op(what, x.size_bytes, [Gradient(x, x.size_bytes)], saves=[x])
+    def unary(self, x: Value, what: str, *, keeps_output: bool = False) -> Value:
+        """An activation that saves its input, or like ReLU its output."""
+        saves = () if keeps_output else (x,)
+        gradient = [Gradient(x, x.size_bytes)]
+        return self.tape.op(what, x.size_bytes, gradient, saves=saves, saves_out=keeps_output)
 
     def add(self, left: Value, right: Value, out_bytes: int) -> Value:
         """A sum: nothing saved, the gradient handed on to both."""
@@ -352,6 +354,7 @@ class _Layer:
             [Gradient(raised, wide), Gradient(inverse, row, (wide,))],
             saves=[raised, inverse],
         )
+        tape.drop(raised)
         if self.gemma:
             out = self._gemma_weight(scaled, x, width, what)
             tape.drop(scaled)
@@ -364,8 +367,8 @@ class _Layer:
                 saves=[lowered],
                 weight_bytes=[width * self.value_bytes],
             )
-            tape.drop(lowered)
-        tape.drop(raised, mean, inverse)
+            tape.drop(lowered, scaled)
+        tape.drop(mean, inverse)
         return out
 
     def _raised(self, x: Value, wide: int, what: str) -> Value:
@@ -375,11 +378,11 @@ class _Layer:
         return self.tape.op(what, wide, [Gradient(x, x.size_bytes)])
 
     def _lowered(self, x: Value, size_bytes: int, what: str) -> Value:
+        """Cast down, or name the same tensor again; `x` stays named."""
         if x.size_bytes == size_bytes:
+            x.holders += 1
             return x
-        lowered = self.tape.op(what, size_bytes, [Gradient(x, x.size_bytes)])
-        self.tape.drop(x)
-        return lowered
+        return self.tape.op(what, size_bytes, [Gradient(x, x.size_bytes)])
 
     def _gemma_weight(self, scaled: Value, x: Value, width: int, what: str) -> Value:
         """Gemma multiplies by (1 + weight) in float32 and only then lowers."""

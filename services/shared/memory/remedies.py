@@ -210,7 +210,8 @@ def _sharding(recipe: Recipe) -> Iterator[_Rung]:
         )
     elif recipe.sharding is not Sharding.FULL:
         yield _Rung(
-            {"sharding": Sharding.FULL, "shard_ranks": None},
+            {"sharding": Sharding.FULL}
+            | ({} if recipe.shard_ranks is None else {"shard_ranks": None}),
             "shard fully over all ranks",
             "one more gather of every layer a step",
         )

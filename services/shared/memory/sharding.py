@@ -176,7 +176,7 @@ def _measure(
     trained = held if flat else [(t, n) for t, n in held if _is_trained(t)]
     trained_shard = shard if flat else sum(count for _, count in trained)
     reached = [tensor for tensor in tensors if flat or _is_trained(tensor)]
-    return UnitSizes(
+    sizes = UnitSizes(
         name=name,
         elements=elements,
         shard_elements=shard,
@@ -196,6 +196,18 @@ def _measure(
         flat_parameter_bytes=rounded(p * shard * ranks),
         largest_piece_elements=max((count for _, count in held), default=0),
         largest_tensor_elements=max((tensor.elements for tensor in tensors), default=0),
+    )
+    return _replicated(sizes, cast=c != p) if engine is Engine.DDP else sizes
+
+
+def _replicated(sizes: UnitSizes, *, cast: bool) -> UnitSizes:
+    """DDP gathers nothing and reduces in buckets of its own; autocast keeps a copy it computes with."""
+    return sizes._replace(
+        whole_parameter_bytes=sizes.whole_parameter_bytes if cast else 0,
+        gathered_bytes=0,
+        reduce_input_bytes=0,
+        reduce_output_bytes=0,
+        compute_shard_bytes=0,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.shared.memory.backward import write_backward
 from services.shared.memory.forward import write_forward, write_inference
-from services.shared.memory.recipe import Loading, Recipe
+from services.shared.memory.recipe import Engine, Loading, Recipe
 from services.shared.memory.run import Job, Run
 from services.shared.memory.tape import rounded
 from services.shared.memory.timeline import Books, Phase, Point
@@ -24,6 +24,8 @@ def timeline(job: Job, teacher: Job | None = None, *, ends_only: bool) -> list[P
     """
     books = Books()
     run = Run(job, books, ends_only=ends_only)
+    if job.recipe.engine is Engine.DDP and job.ranks > 1:
+        books.buckets = job.gradient_bytes
     _write_load(run)
     if teacher is not None:
         books.other_model = teacher.parameter_bytes

@@ -93,6 +93,7 @@ class Books:
         self.parameters = self.gradients = self.optimizer = 0
         self.unsharded = self.communication = self.unsharded_gradients = 0
         self.activations = self.other_model = 0
+        self.buckets = 0  # DDP's, from its construction to the end
 
     def enter(self, phase: Phase, *, step: int = 0, micro_batch: int = 0) -> None:
         """Say what the following points belong to."""
@@ -116,7 +117,7 @@ class Books:
             self.gradients,
             self.optimizer,
             self.unsharded + unsharded,
-            self.communication + communication,
+            self.communication + communication + self.buckets,
             self.unsharded_gradients + unsharded_gradients,
             self.activations,
             temporaries,
@@ -144,7 +145,7 @@ class Books:
             self.gradients,
             self.optimizer,
             self.unsharded + unsharded,
-            self.communication + communication,
+            self.communication + communication + self.buckets,
             self.unsharded_gradients + worst.weight_gradient_bytes,
             self.activations,
             worst.live_bytes - worst.weight_gradient_bytes,

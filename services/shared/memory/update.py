@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.shared.memory.recipe import Optimizer, OptimizerImpl, Recipe
 from services.shared.memory.run import Run
-from services.shared.memory.sharding import Units
+from services.shared.memory.sharding import UnitSizes
 from services.shared.memory.tape import rounded
 
 # Live float32 and integer temporaries, in bytes an element, at the worst moment of the update of one
 # piece; counted by a dry run of services/shared/fsdp/{adamw_bf16,adafactor}.py.
-_ADAMW_BF16_BYTES = 30
-_ADAFACTOR_BYTES = {4: 12, 2: 20}
+_ADAMW_BF16_BYTES = 31
+_ADAFACTOR_BYTES = {4: 12, 2: 21}
 _BF16_CHUNK_ELEMENTS = 16 * 2**20  # services/shared/fsdp/adamw_bf16.py: CHUNK_ELEMENTS
 # Both moments, parameter and gradient in float32 while 8-bit blocks are taken apart and put
 # together again (torchao's low-bit AdamW, uncompiled); estimated from its source, not traced.
@@ -30,17 +32,17 @@ def write_update(run: Run, *, first: bool) -> None:
     books.mark(
         "all",
         None,
-        "optimizer temporaries",
+        "optimizer update",
         request_bytes=rounded(largest * job.recipe.parameters.size_bytes),
-        temporaries=update_temporaries(job.recipe, job.units),
+        temporaries=update_temporaries(job.recipe, job.units.all),
     )
     books.gradients = 0
 
 
-def update_temporaries(recipe: Recipe, units: Units) -> int:
-    """Return the bytes that the update of all parameters allocates for a moment."""
+def update_temporaries(recipe: Recipe, units: Sequence[UnitSizes]) -> int:
+    """Return the bytes that the update of `units` together allocates for a moment."""
     p = recipe.parameters.size_bytes
-    largest = max(unit.largest_piece_elements for unit in units.all)
+    largest = max(unit.largest_piece_elements for unit in units)
     if recipe.optimizer is Optimizer.ADAMW_BF16:
         return _ADAMW_BF16_BYTES * min(largest, _BF16_CHUNK_ELEMENTS)
     if recipe.optimizer is Optimizer.ADAFACTOR:
@@ -51,7 +53,7 @@ def update_temporaries(recipe: Recipe, units: Units) -> int:
         return 0
     if recipe.optimizer_impl is OptimizerImpl.FOREACH:
         # torch/optim/adamw.py: the square roots of all second moments at once.
-        return units.total("parameter_bytes")
+        return sum(unit.parameter_bytes for unit in units)
     return 2 * rounded(p * largest)
 
 
