@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+import torch.distributed as dist
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
+from services.shared.fsdp.process import StopWatch, World
 from services.shared.jobs.rundir import RunDirectory, RunInput, write_json
 
 REPOSITORY = Path(__file__).parents[2]
@@ -104,6 +108,12 @@ def run_input(dataset_dir: Path, **changes: Any) -> RunInput:
 
 
 @pytest.fixture(scope="session")
+def make_task(dataset_dir: Path) -> Callable[..., RunInput]:
+    """Return what a worker would write for the small dataset; see `run_input`."""
+    return functools.partial(run_input, dataset_dir)
+
+
+@pytest.fixture(scope="session")
 def dataset_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = {Split.TRAIN: 200, Split.VALIDATION: 40, Split.TEST: 40}
     return write_dataset(tmp_path_factory.mktemp("data") / "dataset", rows)
@@ -130,3 +140,13 @@ def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return launch
+
+
+@pytest.fixture(scope="session")
+def lone_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A process group of this process alone, for what needs no second rank."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    stopping = StopWatch(RunDirectory(store.parent), rank=1)  # looks at no file
+    yield World(rank=0, size=1, device=torch.device("cpu"), stopping=stopping)
+    dist.destroy_process_group()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.shared.fsdp.process import RunFailed
+from services.shared.fsdp.process import RunFailed, blame
 from services.shared.fsdp.shard import Piece, Sharded, plain_name
 from services.shared.fsdp.tensor_files import TensorFile
 from services.shared.jobs.state import Reason
@@ -87,17 +87,14 @@ def load_pretrained(
     Raises RunFailed(BAD_MODEL) for missing, misshapen or unreadable tensors and for pickled weights.
     """
     sums = Checksums()
-    try:
-        with ExitStack() as stack:
-            where = _open_weights(directory, stack)
-            backbone: Any = sharded.classifier.backbone
-            for piece in sharded.pieces:
-                if piece.name.startswith(_BACKBONE):
-                    name = source_name(piece.name.removeprefix(_BACKBONE))
-                    key = _key(name, where, prefix=backbone.base_model_prefix)
-                    _fill_from_file(piece, where[key], key, sums)
-    except (ValueError, OSError) as error:
-        raise RunFailed(Reason.BAD_MODEL, str(error)) from error
+    with blame(Reason.BAD_MODEL), ExitStack() as stack:
+        where = _open_weights(directory, stack)
+        backbone: Any = sharded.classifier.backbone
+        for piece in sharded.pieces:
+            if piece.name.startswith(_BACKBONE):
+                name = source_name(piece.name.removeprefix(_BACKBONE))
+                key = _key(name, where, prefix=backbone.base_model_prefix)
+                _fill_from_file(piece, where[key], key, sums)
     _fill_linears(sharded, seed, heads, sums)
     sums.verify(sharded.pieces)
 
@@ -176,8 +173,7 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, TensorFile]:
     """Open every weight file of a Hugging Face directory and return which holds which tensor."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
+        names = _indexed_files(index)
     elif single.is_file():
         names = [single.name]
     elif any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
@@ -192,6 +188,17 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, TensorFile]:
         file = stack.enter_context(TensorFile(directory / name))
         where |= dict.fromkeys(file.entries, file)
     return where
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of weight files: {error!r}") from error
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name!r}, which is no safetensors file beside it")
+    return names
 
 
 def _key(name: str, where: dict[str, TensorFile], *, prefix: str) -> str:

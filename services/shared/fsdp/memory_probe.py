@@ -26,6 +26,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 # Every phase of the first steps, where peaks settle; afterwards a new peak, or every so many steps.
 FIRST_STEPS = 3
 EVERY_STEPS = 50
+_EVERY_STEP = ("forward", "backward", "optimizer_step")
 
 
 class MemoryProbe:
@@ -52,7 +53,8 @@ class MemoryProbe:
         if has_counters:
             torch.cuda.reset_peak_memory_stats()
         yield  # no try: a failing rank is reported in the phase it failed in
-        due = step <= FIRST_STEPS or step % EVERY_STEPS == 0
+        is_rare = name not in _EVERY_STEP
+        due = is_rare or step <= FIRST_STEPS or step % EVERY_STEPS == 0
         if due or has_counters:  # walking takes longer than reading counters
             record = self.measure(name, step)
             if due or record.peak_allocated_bytes > self._peaks[name]:

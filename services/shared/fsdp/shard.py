@@ -184,6 +184,12 @@ def _real_buffers(classifier: Classifier, *, device: torch.device) -> dict[str, 
     found = {}
     for path, module in classifier.named_modules():
         names = [name for name, b in module.named_buffers(recurse=False) if b.is_meta]
+        kept = [name for name in names if name not in module._non_persistent_buffers_set]
+        if kept:
+            raise ValueError(
+                f"{type(module).__name__} keeps state in buffer {kept[0]!r}, which sharded loading "
+                "does not carry"
+            )
         for name in names:
             meta = module._buffers[name]
             assert meta is not None

@@ -5,6 +5,7 @@ Everything else about a loop follows from its seed and its spec.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class LoopState(BaseModel):
     """Where the loop stands."""
 
     step: int = 0  # finished steps
+    evaluated_step: int = 0  # the last one after which the model was evaluated
     best: Best | None = None
     worse_evaluations: int = 0  # since the best one
     real_tokens: int = 0
@@ -63,6 +65,7 @@ class LoopState(BaseModel):
 
     def note(self, found: dict[str, Any]) -> bool:
         """Say whether an evaluation is the best so far: by macro-F1, then by loss."""
+        self.evaluated_step = self.step
         key = (found["macro_f1"], -found["loss"])
         if self.best is not None and key <= (self.best.macro_f1, -self.best.loss):
             self.worse_evaluations += 1
@@ -102,6 +105,7 @@ def save(
         loop=state.model_dump(),
     )
     checkpoint.retain(run.checkpoints, task.spec.training.keep_checkpoints, world)
+    _forget_bests(run, world, state)
 
 
 def save_best(
@@ -118,6 +122,7 @@ def save_best(
         loop={},
         name=_best_name(state.step),
     )
+    _forget_bests(run, world, state)
 
 
 def restore_best(run: RunDirectory, task: RunInput, sharded: Sharded, state: LoopState) -> None:
@@ -134,6 +139,20 @@ def restore_best(run: RunDirectory, task: RunInput, sharded: Sharded, state: Loo
         Reason.BAD_CHECKPOINT,
         f"the best weights (step {state.best.step}) are no longer in {places[-1]}",
     )
+
+
+def _forget_bests(run: RunDirectory, world: World, state: LoopState) -> None:
+    """Remove the best weights that neither the loop nor a checkpoint refers to any more."""
+    if not world.is_first:
+        return
+    loops = [
+        checkpoint.read_saved(p).loop for p in checkpoint.complete_checkpoints(run.checkpoints)
+    ]
+    states = [state, *(LoopState.model_validate(loop) for loop in loops)]
+    kept = {_best_name(s.best.step) for s in states if s.best is not None}
+    for path in run.checkpoints.glob("best-*"):
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _best_name(step: int) -> str:

@@ -1,0 +1,99 @@
+"""What a teacher job learns from: texts, labels, the tokenizer and the backbone's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.fsdp.assemble import check_length, read_config, trained_tokenizer
+from services.shared.fsdp.process import RunFailed, World, blame
+from services.shared.jobs.rundir import RunDirectory, RunInput
+from services.shared.jobs.spec import TeacherSpec, TrainedTokenizer
+from services.shared.jobs.state import Reason
+from services.shared.model.batches import plan_evaluation
+from services.shared.model.classifier import make_config
+from services.shared.model.tokens import (
+    TokenisedSplit,
+    choose_heads,
+    load_tokenizer,
+    read_card,
+    read_split,
+)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is learnt from, tokenised."""
+
+    card: DatasetCard
+    heads: list[Head]
+    tokenizer: Any
+    train: TokenisedSplit
+    validation: TokenisedSplit
+    test: TokenisedSplit
+
+
+def read_data(run: RunDirectory, task: RunInput, world: World) -> Data:
+    """Read and tokenise the dataset, on every rank alike. Raises RunFailed."""
+    assert isinstance(task.spec, TeacherSpec)
+    with blame(Reason.BAD_DATA):
+        card = read_card(task.dataset_dir)
+        heads = choose_heads(card, task.spec.heads)
+    with blame(Reason.BAD_MODEL):
+        tokenizer = _tokenizer(run, task, world)
+    with blame(Reason.BAD_DATA):
+        train, validation, test = (
+            read_split(
+                task.dataset_dir,
+                split,
+                heads,
+                tokenizer=tokenizer,
+                max_length=task.spec.training.max_length,
+            )
+            for split in (Split.TRAIN, Split.VALIDATION, Split.TEST)
+        )
+    if not len(train):
+        raise RunFailed(Reason.BAD_DATA, f"dataset {card.name!r} has no training texts")
+    return Data(card, heads, tokenizer, train, validation, test)
+
+
+def backbone_config(task: RunInput, tokenizer: Any) -> PretrainedConfig:
+    """Return the backbone's configuration. Raises RunFailed for one that cannot read the texts."""
+    assert isinstance(task.spec, TeacherSpec)
+    if task.model_dir is not None:
+        config = read_config(task.model_dir)
+    else:
+        assert task.spec.model.config is not None
+        with blame(Reason.BAD_MODEL):
+            config = make_config(
+                task.spec.model.config,
+                vocab_size=len(tokenizer),
+                pad_token_id=tokenizer.pad_token_id,
+            )
+    if len(tokenizer) > config.vocab_size:
+        raise RunFailed(
+            Reason.BAD_MODEL,
+            f"the tokenizer has {len(tokenizer)} tokens, the model's embedding only "
+            f"{config.vocab_size}",
+        )
+    check_length(config, task.spec.training.max_length)
+    return config
+
+
+def check_budget(data: Data, budget_tokens: int) -> None:
+    """Raise RunFailed(BAD_SPEC) where a text of any split is longer than the token budget."""
+    with blame(Reason.BAD_SPEC):
+        for split in (data.train, data.validation, data.test):
+            plan_evaluation(split.lengths, budget_tokens=budget_tokens, ranks=1)
+
+
+def _tokenizer(run: RunDirectory, task: RunInput, world: World) -> Any:
+    assert isinstance(task.spec, TeacherSpec)
+    wanted = task.spec.model.tokenizer
+    if isinstance(wanted, TrainedTokenizer):
+        return trained_tokenizer(run, task, wanted, world)
+    assert task.model_dir is not None
+    return load_tokenizer(task.model_dir)

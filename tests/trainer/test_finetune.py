@@ -1,0 +1,215 @@
+"""One rank, in this process: the loop's decisions."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.shared.datasets.card import Split
+from services.shared.fsdp.process import Position, RunFailed
+from services.shared.jobs.rundir import (
+    MemoryRecord,
+    ProgressRecord,
+    Report,
+    RunDirectory,
+    read_record,
+    read_records,
+)
+from services.shared.jobs.state import Phase, Reason
+from services.shared.model.artifact import check_golden, load_classifier, read_artifact
+from services.shared.model.tokens import load_tokenizer, read_rows
+from services.trainer.finetune import combined_loss, finetune
+from services.trainer.inputs import backbone_config
+
+
+@pytest.fixture(scope="module")
+def finished(lone_world, make_task, tmp_path_factory) -> RunDirectory:
+    """A teacher that was trained for three epochs."""
+    run = RunDirectory(tmp_path_factory.mktemp("run"))
+    finetune(run, make_task(training={"epochs": 3}), lone_world, Position())
+    return run
+
+
+def progress_of(run: RunDirectory) -> list[ProgressRecord]:
+    return [record for _, record in read_records(run.progress, ProgressRecord)]
+
+
+def report_of(run: RunDirectory) -> Report:
+    report = read_record(run.report, Report)
+    assert report is not None
+    return report
+
+
+def test_what_the_words_say_is_learnt(finished):
+    evaluation = report_of(finished).evaluation
+    assert evaluation["split"] == "test"
+    assert evaluation["heads"]["sentiment"]["accuracy"] > 0.95
+
+
+def test_every_epoch_is_evaluated_and_reported(finished):
+    evaluations = [r for r in progress_of(finished) if r.evaluation is not None]
+    assert [record.epoch for record in evaluations] == [1.0, 2.0, 3.0]
+    assert set(evaluations[0].evaluation["heads"]) == {"sentiment", "topics"}
+
+
+def test_phases_are_told_in_their_order(finished):
+    told = list(dict.fromkeys(record.phase for record in progress_of(finished)))
+    assert told == [
+        Phase.LOADING,
+        Phase.WRAPPING,
+        Phase.TRAINING,
+        Phase.EVALUATING,
+        Phase.EXPORTING,
+        Phase.FINISHING,
+    ]
+
+
+def test_the_first_and_the_last_step_are_reported_with_their_speed(finished):
+    steps = [r for r in progress_of(finished) if r.step is not None and r.loss is not None]
+    assert (steps[0].step, steps[-1].step) == (1, 39)
+    assert steps[-1].eta_seconds == 0
+    assert steps[-1].tokens_per_second > 0
+    assert steps[-1].loss < steps[0].loss
+
+
+def test_the_artifact_answers_as_the_training_model_did(finished):
+    classifier = load_classifier(finished.export)
+    worst = check_golden(finished.export, classifier, load_tokenizer(finished.export))
+    assert worst is not None
+    assert worst < 1e-5
+
+
+def test_the_artifact_says_where_it_comes_from(finished):
+    manifest = read_artifact(finished.export).manifest
+    assert manifest is not None
+    assert manifest.lineage["job_id"] == "job_test"
+    assert manifest.lineage["dataset_sha256"] == "0" * 64
+    assert manifest.metrics == report_of(finished).evaluation
+
+
+def test_memory_is_recorded_by_phase_and_once_after_wrapping(finished):
+    records = [r for _, r in read_records(finished.memory_file(0), MemoryRecord)]
+    phases = {record.phase for record in records}
+    assert phases == {
+        "load",
+        "wrap",
+        "forward",
+        "backward",
+        "optimizer_step",
+        "evaluation",
+        "export",
+    }
+    (observed,) = [r.observed for r in records if r.observed is not None]
+    assert observed["sharded_units"] == observed["expected_units"] == 4
+
+
+def test_gradients_and_moments_are_counted_where_they_live(finished):
+    records = [r for _, r in read_records(finished.memory_file(0), MemoryRecord)]
+    held = {r.phase: r.allocated_bytes for r in records if r.step == 2}
+    parameters = next(r.observed for r in records if r.observed)["local_parameter_bytes"]
+    counters = 4 * 28  # AdamW counts the steps of each of 28 parameters in a float
+    assert held["backward"] == 4 * parameters + counters
+    assert held["optimizer_step"] == 3 * parameters + counters
+
+
+def test_only_the_best_weights_are_kept(finished):
+    report = report_of(finished)
+    names = [path.name for path in finished.checkpoints.iterdir()]
+    assert names == [f"best-{report.details['best_step']:08d}"]
+
+
+def test_training_stops_when_evaluations_no_longer_improve(lone_world, make_task, tmp_path):
+    run = RunDirectory(tmp_path)
+    # So small a rate changes no answer: the second and the third evaluation are no better.
+    changes = {"learning_rate": 1e-12, "epochs": 9, "early_stopping_patience": 2}
+    report = finetune(run, make_task(training=changes), lone_world, Position())
+    assert report.details["stopped_early"]
+    assert report.epochs < 9
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(
+    finished, lone_world, make_task, tmp_path
+):
+    broken = tmp_path / "broken"
+    shutil.copytree(finished.export, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["norm.weight"][0] = math.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    run = RunDirectory(tmp_path / "run")
+    task = make_task(model_dir=broken, spec={"model": {"path": "broken"}})
+    with pytest.raises(RunFailed, match="The loss of step 1 is nan") as caught:
+        finetune(run, task, lone_world, Position())
+    assert caught.value.reason is Reason.NON_FINITE_LOSS
+    assert not run.report.exists()
+
+
+def test_gradients_do_not_depend_on_the_cut_into_micro_batches(lone_world, make_task, tmp_path):
+    losses = []
+    for tokens in (4096, 48):
+        run = RunDirectory(tmp_path / str(tokens))
+        changes = {"micro_batch_tokens": tokens, "max_steps": 8}
+        finetune(run, make_task(training=changes), lone_world, Position())
+        losses.append([r.loss for r in progress_of(run) if r.loss is not None][-1])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_lower_token_budget_of_the_recipe_wins(lone_world, make_task, tmp_path):
+    run = RunDirectory(tmp_path)
+    task = make_task(recipe={"micro_batch_tokens": 16}, training={"max_steps": 1})
+    with pytest.raises(RunFailed, match="micro_batch_tokens") as caught:
+        finetune(run, task, lone_world, Position())
+    assert caught.value.reason is Reason.BAD_SPEC
+
+
+def test_length_buckets_keep_padding_low(finished):
+    assert report_of(finished).details["padding_share"] < 0.1
+
+
+def test_a_text_longer_than_the_model_reads_is_refused(make_task, tokenizer):
+    task = make_task(training={"max_length": 64})
+    task.spec.model.config["max_position_embeddings"] = 32
+    try:
+        with pytest.raises(RunFailed, match="reads at most 32 tokens") as caught:
+            backbone_config(task, tokenizer)
+    finally:
+        del task.spec.model.config["max_position_embeddings"]
+    assert caught.value.reason is Reason.BAD_SPEC
+
+
+@pytest.fixture(scope="module")
+def tokenizer(finished):
+    return load_tokenizer(finished.export)
+
+
+def test_a_model_directory_is_trained_further(finished, lone_world, make_task, tmp_path):
+    spec = {"model": {"path": "teacher"}}
+    task = make_task(model_dir=finished.export, spec=spec, training={"epochs": 1})
+    report = finetune(RunDirectory(tmp_path), task, lone_world, Position())
+    # One epoch from what was learnt beats one from nothing.
+    first = next(r for r in progress_of(finished) if r.evaluation is not None)
+    assert report.evaluation["validation"]["loss"] < first.evaluation["loss"]
+
+
+def test_balanced_class_weights_reach_the_loss(make_task, dataset_dir):
+    heads = make_task_heads(dataset_dir)
+    logits = {"sentiment": torch.zeros(2, 2), "topics": torch.zeros(2, 2)}
+    labels = {"sentiment": torch.tensor([0, 1]), "topics": torch.zeros(2, 2)}
+    counts = {"sentiment": 2, "topics": 2}
+    plain = combined_loss(logits, labels, heads, counts, None)
+    weights = {"sentiment": torch.tensor([1.0, 3.0])}
+    weighted = combined_loss(logits, labels, heads, counts, weights)
+    # Mean over two heads: ln 2 each; with weights the first is (1 + 3) / 2 times as large.
+    assert float(plain) == pytest.approx(math.log(2))
+    assert float(weighted) == pytest.approx(1.5 * math.log(2))
+
+
+def make_task_heads(dataset_dir: Path):
+    from services.shared.model.tokens import read_card
+
+    assert len(read_rows(dataset_dir, Split.TRAIN, [])) == 200
+    return read_card(dataset_dir).heads

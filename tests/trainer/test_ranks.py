@@ -1,0 +1,80 @@
+"""Two ranks under torchrun: stop, resume, fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from services.shared.jobs.rundir import (
+    Failure,
+    Report,
+    RunDirectory,
+    StopRequest,
+    read_record,
+    write_json,
+)
+from services.shared.jobs.state import Reason
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(torchrun, make_task, tmp_path_factory) -> RunDirectory:
+    run = RunDirectory(tmp_path_factory.mktemp("uninterrupted"))
+    task = make_task(training={"checkpoint_every_steps": 5, "keep_checkpoints": 10})
+    done = torchrun(run, task)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return run
+
+
+def weights_of(run: RunDirectory) -> dict[str, str]:
+    files = json.loads((run.export / "manifest.json").read_text())["files"]
+    return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
+
+
+def test_both_ranks_say_what_they_hold(uninterrupted):
+    assert uninterrupted.ranks() == [0, 1]
+    assert all(uninterrupted.memory_file(rank).exists() for rank in (0, 1))
+
+
+def test_a_stopped_run_saves_and_resumes_to_the_same_bits(
+    torchrun, make_task, uninterrupted, tmp_path
+):
+    task = make_task(training={"checkpoint_every_steps": 5, "keep_checkpoints": 10})
+    run = RunDirectory(tmp_path)
+    write_json(run.stop, StopRequest(reason="cancelled"))
+    assert torchrun(run, task).returncode == 0
+    report = read_record(run.report, Report)
+    assert report is not None
+    assert (report.outcome, report.stop_reason, report.steps) == ("stopped", "cancelled", 1)
+    run.stop.unlink()
+    run.report.unlink()
+    assert torchrun(run, task).returncode == 0
+    assert weights_of(run) == weights_of(uninterrupted)
+
+
+def test_one_rank_continues_what_two_began(torchrun, make_task, uninterrupted, tmp_path):
+    earlier = tmp_path / "earlier"
+    shutil.copytree(uninterrupted.checkpoints / "step-00000005", earlier / "step-00000005")
+    run = RunDirectory(tmp_path / "run")
+    task = make_task(training={"checkpoint_every_steps": 5}, resume_dir=earlier)
+    assert torchrun(run, task, ranks=1).returncode == 0
+    ours, theirs = (read_record(r.report, Report) for r in (run, uninterrupted))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.steps == theirs.steps
+    assert ours.evaluation["loss"] == pytest.approx(theirs.evaluation["loss"], rel=1e-3)
+
+
+def test_a_failing_rank_says_why(torchrun, make_task, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"never read")
+    task = make_task(model_dir=tmp_path / "pickled", spec={"model": {"path": "pickled"}})
+    done = torchrun(run, task)
+    assert done.returncode != 0
+    failure = read_record(run.failure_file(0), Failure)
+    assert failure is not None
+    assert failure.reason is Reason.BAD_MODEL
+    assert failure.phase == "load"
+    assert not run.report.exists()
