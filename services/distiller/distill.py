@@ -5,6 +5,7 @@ Legend: B texts of a micro-batch, C classes of a head, K matched layers, H hidde
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         optimizer = build_optimizer(student, training, world)
         probe.watch(student, optimizer)
         state = standing.resume(run, task, student, optimizer)
-        teacher = place_teacher(files, wanted=wanted.teacher_placement, recipe=recipe, world=world)
+        teacher = place_teacher(files, wanted=placement(run, wanted), recipe=recipe, world=world)
 
     progress.phase(Phase.EVALUATING, f"asking the {teacher.placement} teacher the held-out texts")
     mode = signal_mode(wanted, hidden=bool(matched))
@@ -96,7 +97,31 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     evaluate_every = max(1, round(training.eval_every_epochs * steps_per_epoch))
     plan: list[Step] = []
 
-    while state.step < total and not state.finished and stop is None:
+    while stop is None:
+        due = state.step % evaluate_every == 0 or state.step == total
+        if due and state.step > state.evaluated_step and len(lesson.validation.corpus):
+            progress.phase(Phase.EVALUATING)
+            with probe.phase("evaluation", step=state.step):
+                logits = predict_split(
+                    student,
+                    lesson.validation.student,
+                    heads,
+                    world,
+                    budget_tokens=budget_tokens,
+                    pad_id=pad_id,
+                )
+            result = evaluate(logits, lesson.validation.student, heads)
+            progress.evaluation(
+                result, step=state.step, total=total, epoch=state.step / steps_per_epoch
+            )
+            if state.note(result):
+                standing.save_best(run, task, student, world, state)
+            patience = training.early_stopping_patience
+            state.finished = patience is not None and state.worse_evaluations >= patience
+            progress.phase(Phase.TRAINING)
+        if state.step >= total or state.finished:
+            break
+
         epoch, place = divmod(state.step, steps_per_epoch)
         if not plan or place == 0:
             with blame(Reason.BAD_SPEC):
@@ -123,9 +148,9 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         loss_sum = torch.zeros((), device=world.device)
 
         for i, rows in enumerate(step.micro_batches[world.rank]):
-            answers = signals.for_rows(rows)  # [B, C] by head, and [B, K, H]
             batch = collate(train, rows, pad_id).to(world.device)
             with probe.phase("forward", step=number):
+                answers = signals.for_rows(rows)  # [B, C] by head, and [B, K, H]
                 found = student.module(
                     batch.input_ids, batch.attention_mask, [layer for layer, _ in matched]
                 )
@@ -137,7 +162,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                 # The engine averages gradients over the ranks; the loss is a share of a whole.
                 (loss * world.size).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach()
-            del found, loss
+            del found, answers, loss
 
         step_loss, *flags = world.sum([float(loss_sum), *world.stopping.flags()])
         if not math.isfinite(step_loss):
@@ -164,26 +189,6 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             padding_share=state.padding_share,
         )
         stop = agreed_stop(flags)
-
-        due = number % evaluate_every == 0 or number == total
-        if len(lesson.validation.corpus) and due and stop is None:
-            progress.phase(Phase.EVALUATING)
-            with probe.phase("evaluation", step=number):
-                logits = predict_split(
-                    student,
-                    lesson.validation.student,
-                    heads,
-                    world,
-                    budget_tokens=budget_tokens,
-                    pad_id=pad_id,
-                )
-            result = evaluate(logits, lesson.validation.student, heads)
-            progress.evaluation(result, step=number, total=total, epoch=number / steps_per_epoch)
-            if state.note(result):
-                standing.save_best(run, task, student, world, state)
-            patience = training.early_stopping_patience
-            state.finished = patience is not None and state.worse_evaluations >= patience
-            progress.phase(Phase.TRAINING)
 
         if stop is not None or number % training.checkpoint_every_steps == 0:
             progress.phase(Phase.SAVING)
@@ -222,6 +227,14 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     progress.phase(Phase.FINISHING)
     world.barrier()
     return report
+
+
+def placement(run: RunDirectory, wanted: Distillation) -> str:
+    """Return how the teacher is to lie on the ranks: where the spec says auto, as it was planned."""
+    if wanted.teacher_placement != "auto" or not run.plan.exists():
+        return wanted.teacher_placement
+    planned = json.loads(run.plan.read_bytes()).get("teacher_placement")
+    return planned if planned in ("sharded", "replicated") else "auto"
 
 
 def signal_mode(wanted: Distillation, *, hidden: bool) -> str:

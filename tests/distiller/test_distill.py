@@ -163,6 +163,23 @@ def test_a_student_with_another_tokenizer_learns_too(task, distilled, run, teach
     assert report.evaluation["heads"]["sentiment"]["agreement"] > 0.75
 
 
+def test_an_encoder_learns_from_a_decoder(task, distilled, run):
+    encoder = {
+        "model_type": "bert",
+        "hidden_size": 24,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    distilled(
+        task(
+            student={"config": encoder, "tokenizer": "teacher"},
+            distillation={"hidden_weight": 0.1, "hidden_layers": "spread"},
+        )
+    )
+    assert read_artifact(run.export).pooling == "first"
+
+
 def test_a_student_cut_from_its_teacher_is_distilled(task, distilled):
     report = distilled(task(student={"layers_of_teacher": 2, "tokenizer": "teacher"}))
     assert report.evaluation["heads"]["sentiment"]["agreement"] > 0.8
@@ -246,3 +263,15 @@ def test_progress_tells_the_phases_and_the_size_of_the_answers(task, distilled, 
     phases = {record["phase"] for record in records}
     assert {"loading", "wrapping", "evaluating", "training", "exporting", "finishing"} <= phases
     assert any("answers take" in record.get("message", "") for record in records)
+
+
+@pytest.mark.parametrize("planned", ["sharded", "replicated"])
+def test_the_teacher_lies_on_the_ranks_as_planned(task, distilled, run, planned):
+    write_json(run.plan, {"teacher_placement": planned})
+    assert distilled(task()).evaluation["teacher"]["placement"] == planned
+
+
+def test_the_spec_has_the_last_word_on_the_teachers_placement(task, distilled, run):
+    write_json(run.plan, {"teacher_placement": "sharded"})
+    report = distilled(task(distillation={"teacher_placement": "replicated"}))
+    assert report.evaluation["teacher"]["placement"] == "replicated"

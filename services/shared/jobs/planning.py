@@ -61,7 +61,7 @@ def plan_job(
     memory_recipe = to_memory_recipe(
         wanted, spec.training, model=model, ranks=machine.ranks, engine=engine
     )
-    own = _plan(spec, model, teacher, memory_recipe, machine)
+    own, placement = _plan(spec, model, teacher, memory_recipe, machine)
     offered = () if teacher is not None else remedies.alternatives(model, memory_recipe, machine)
     chosen, chosen_recipe = own, wanted
     comfortable = own.runs and own.verdict is Verdict.FITS
@@ -73,6 +73,8 @@ def plan_job(
                 chosen_recipe = Recipe.model_validate(wanted.model_dump() | changes)
                 break
     document = chosen.to_json([a.to_json() for a in offered])
+    if placement is not None:
+        document["teacher_placement"] = placement  # the ranks do as planned
     if not chosen.runs and not spec.allow_overcommit:
         raise DoesNotFit(_refusal(chosen, offered), document)
     return JobPlan(document, chosen_recipe)
@@ -96,7 +98,9 @@ def to_memory_recipe(
     return recipe.Recipe().with_changes(
         {name: str(v) if isinstance(v, Enum) else v for name, v in shared.items()}
         | {
-            "engine": recipe.Engine.DDP if replicated else engine,
+            # Replicas are units over groups of one rank, not DDP: see fsdp/shard.py.
+            "engine": engine,
+            "reshard_root": engine is recipe.Engine.FSDP2,
             # The ranks prefetch in backward under FSDP1; FSDP2 always does.
             "prefetch": "pre" if engine is recipe.Engine.FSDP1 and not replicated else "none",
             "attention_mask": model.dims.family in _ENCODERS,
@@ -192,15 +196,23 @@ def _plan(
     teacher: shape.Shape | None,
     memory_recipe: recipe.Recipe,
     machine: hardware.Hardware,
-) -> Plan:
+) -> tuple[Plan, str | None]:
+    """Return the plan, and how a teacher lies in it: whole on every rank only where that fits well."""
     if teacher is None:
-        return plan(model, memory_recipe, machine)
+        return plan(model, memory_recipe, machine), None
     assert isinstance(spec, DistillSpec)
-    replicated = spec.distillation.teacher_placement == "replicated"
-    sharding = recipe.Sharding.NONE if replicated else recipe.Sharding.FULL
-    return plan_distillation(
-        teacher, model, machine, student_recipe=memory_recipe, teacher_sharding=sharding
-    )
+    wanted = spec.distillation.teacher_placement
+    if wanted != "sharded":
+        whole = plan_distillation(
+            teacher,
+            model,
+            machine,
+            student_recipe=memory_recipe,
+            teacher_sharding=recipe.Sharding.NONE,
+        )
+        if wanted == "replicated" or (whole.runs and whole.verdict is Verdict.FITS):
+            return whole, "replicated"
+    return plan_distillation(teacher, model, machine, student_recipe=memory_recipe), "sharded"
 
 
 def _refusal(refused: Plan, offered: Sequence[remedies.Alternative]) -> str:
