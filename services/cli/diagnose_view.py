@@ -103,10 +103,12 @@ def _needs_line(diagnosis: Diagnosis) -> str:
         parts.append(f"{format_size(needs['rank_state_bytes'])} a rank before any activation")
     if needs.get("planned_peak_bytes"):
         verdict = str(needs["planned_verdict"]).replace("_", " ")
+        fused = needs.get("planned_fused_peak_bytes")
+        instead = f", {format_size(fused)} fused" if fused else ""
         parts.append(
             f"planned peak {format_size(needs['planned_peak_bytes'])} "
-            f"({needs['planned_optimizer_impl']} optimizer) of {format_size(needs['budget_bytes'])} "
-            f"usable: {verdict}"
+            f"({needs['planned_optimizer_impl']} optimizer{instead}) of "
+            f"{format_size(needs['budget_bytes'])} usable: {verdict}"
         )
     return "; ".join(parts)
 
@@ -156,7 +158,7 @@ def _remedies(diagnosis: Diagnosis) -> Table:
     table.add_column("costs", ratio=4)
     for remedy in diagnosis.remedies:
         cells: list[Text] = [
-            remedy.change,
+            Text(remedy.change),
             _peak(remedy.predicted_peak_bytes, remedy.verdict),
         ]
         if fewer:

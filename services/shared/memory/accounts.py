@@ -30,6 +30,7 @@ class Accounts:
     allowed_bytes: int | None = None
     outside_bytes: int | None = None
     elsewhere_bytes: int | None = None  # known to belong to other processes
+    usual_outside_bytes: int = USUAL_OUTSIDE_BYTES  # context and collectives of this kind of card
 
     @property
     def usable_bytes(self) -> int | None:
@@ -44,7 +45,7 @@ class Accounts:
 
         Less than a gibibyte is the print's rounding, or another context; it counts as nothing.
         """
-        beyond = max(0, (self.outside_bytes or 0) - USUAL_OUTSIDE_BYTES)
+        beyond = max(0, (self.outside_bytes or 0) - self.usual_outside_bytes)
         intruder = max(self.elsewhere_bytes or 0, beyond)
         return intruder if intruder >= GIB else 0
 
@@ -56,8 +57,13 @@ class Accounts:
         return self.allocated_bytes + (self.requested_bytes or 0) <= self.usable_bytes
 
 
-def read_accounts(message: Message, *, total_bytes: int | None = None) -> Accounts:
-    """Return the accounts of `message`; `total_bytes` stands in where it does not print the card."""
+def read_accounts(
+    message: Message, *, total_bytes: int | None = None, usual_outside_bytes: int = 0
+) -> Accounts:
+    """Return the accounts of `message`; `total_bytes` stands in where it does not print the card.
+
+    `usual_outside_bytes` is what this kind of card is known to keep outside of torch.
+    """
     total = _value(message.total) or total_bytes
     allocated, free = _value(message.allocated), _value(message.free)
     cached = _value(message.unallocated)
@@ -77,6 +83,7 @@ def read_accounts(message: Message, *, total_bytes: int | None = None) -> Accoun
         allowed_bytes=_value(message.allowed),
         outside_bytes=outside,
         elsewhere_bytes=_elsewhere(message, total, free, torch_bytes),
+        usual_outside_bytes=max(USUAL_OUTSIDE_BYTES, usual_outside_bytes),
     )
 
 

@@ -97,9 +97,10 @@ def _half_is_float16(evidence: Evidence) -> bool:
 def hardware_of(evidence: Evidence, *, ranks: int | None = None) -> Hardware | None:
     """Return the machine of the case; the reserve is what the message shows outside of torch.
 
-    None where the card or the number of ranks is not known.
+    A card that nobody named has at least what was allocated and requested. None where not even that
+    or the number of ranks is known.
     """
-    count, card = ranks or evidence.ranks, evidence.card_bytes
+    count, card = ranks or evidence.ranks, evidence.card_bytes or _least_card(evidence)
     if not count or not card:
         return None
     known = DEVICES.get(evidence.device or "")
@@ -116,3 +117,10 @@ def hardware_of(evidence: Evidence, *, ranks: int | None = None) -> Hardware | N
         return Hardware(device, count, evidence.case.host_memory_bytes)
     except InvalidInput:
         return None
+
+
+def _least_card(evidence: Evidence) -> int | None:
+    allocated, asked = evidence.accounts.allocated_bytes, evidence.accounts.requested_bytes
+    if allocated is None or asked is None:
+        return None
+    return int((allocated + asked) / (1 - _RESERVE_SHARE))

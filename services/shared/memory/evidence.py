@@ -127,7 +127,7 @@ def gather(case: Case, log: LogReading | None = None) -> Evidence:
     strategy = read_strategy("; ".join(t for t in (case.sharding_strategy, case.offload) if t))
     device, told_memory = read_device(case.device or "")
     total = case.device_memory_bytes or told_memory
-    accounts = read_accounts(message, total_bytes=total) if message else Accounts(total_bytes=total)
+    accounts = _accounts(message, total, device)
     sites = log.sites + sites_in(" ".join(t for t in (case.phase, case.sharding_strategy) if t))
     optimizer, implementation = read_optimizer(case.optimizer or "")
     evidence = Evidence(
@@ -148,6 +148,14 @@ def gather(case: Case, log: LogReading | None = None) -> Evidence:
     if evidence.num_parameters is None and evidence.shape:
         evidence = replace(evidence, num_parameters=evidence.shape.num_parameters)
     return replace(evidence, candidates=_candidates(evidence))
+
+
+def _accounts(message: Message | None, total: int | None, device: str | None) -> Accounts:
+    if message is None:
+        return Accounts(total_bytes=total)
+    known = DEVICES.get(device or "")
+    usual = known.reserve_bytes + known.uncertainty_bytes if known else 0
+    return read_accounts(message, total_bytes=total, usual_outside_bytes=usual)
 
 
 def _phase(case: Case, sites: tuple[Site, ...]) -> FailurePhase | None:
@@ -216,7 +224,8 @@ def _described(model: Mapping[str, Any], name: str | None) -> Shape | None:
     config["model_type"] = str(named.dims.family if named else Family.LLAMA)
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("max_position_embeddings", 2048)
-    config.setdefault("intermediate_size", 4 * int(config["hidden_size"]))
+    if isinstance(config["hidden_size"], int):  # what is no number, from_config refuses by name
+        config.setdefault("intermediate_size", 4 * config["hidden_size"])
     return from_config(config, name=name or "model")
 
 

@@ -21,6 +21,7 @@ from services.shared.memory.matching import Match, Rounding, says_nothing
 from services.shared.memory.measurements import next_measurement
 from services.shared.memory.needs import Needs, needs_of
 from services.shared.memory.plan import Verdict
+from services.shared.memory.planned_requests import planned_candidates
 from services.shared.memory.proposals import propose
 from services.shared.memory.recipe import OptimizerImpl
 from services.shared.memory.scenarios import from_timelines, plan_with
@@ -42,7 +43,7 @@ def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
     the cause is `undecided` and the one measurement that decides is named. A `log` that was
     streamed from a file stands in for the case's own text.
     """
-    evidence = gather(case, log)
+    evidence = _with_planned_requests(gather(case, log))
     needs = needs_of(evidence)
     hypotheses = _weighed(evidence, needs)
     cause, confidence = _verdict(hypotheses)
@@ -65,6 +66,11 @@ def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
     return replace(diagnosis, summary=_summary(diagnosis))
 
 
+def _with_planned_requests(evidence: Evidence) -> Evidence:
+    named = planned_candidates(evidence)
+    return replace(evidence, candidates=(*evidence.candidates, *named)) if named else evidence
+
+
 def _weighed(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
     """Return all explanations, the strongest first; equals stay in the order of their authority."""
     told = tuple(_optimizer_or_capacity(evidence, needs, h) for h in from_evidence(evidence, needs))
@@ -78,7 +84,8 @@ def _weighed(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
 
 
 def _raised(hypothesis: Hypothesis) -> Hypothesis:
-    if hypothesis.strength is not Strength.POSSIBLE:
+    """Believe a survivor without a rival cause, unless it needs something that nobody told."""
+    if hypothesis.strength is not Strength.POSSIBLE or hypothesis.objections:
         return hypothesis
     return replace(hypothesis, strength=Strength.LIKELY)
 
@@ -187,12 +194,16 @@ def _coincidence(evidence: Evidence, needs: Needs | None) -> list[str]:
 def _needs_json(evidence: Evidence, needs: Needs | None) -> dict[str, Any]:
     values = needs.to_json() if needs else {}
     planned = plan_with(evidence)
-    if planned is not None:
-        values["planned_peak_bytes"] = planned.peak_bytes
-        values["planned_peak_phase"] = str(planned.peak_phase)
-        values["budget_bytes"] = planned.budget_bytes
-        values["planned_verdict"] = str(planned.verdict)
-        values["planned_optimizer_impl"] = str(planned.recipe.optimizer_impl)
+    if planned is None:
+        return values
+    values["planned_peak_bytes"] = planned.peak_bytes
+    values["planned_peak_phase"] = str(planned.peak_phase)
+    values["planned_optimizer_impl"] = str(planned.recipe.optimizer_impl)
+    values["budget_bytes"] = planned.budget_bytes
+    values["planned_verdict"] = str(planned.verdict)
+    if evidence.optimizer_impl is None:
+        fused = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED)
+        values["planned_fused_peak_bytes"] = fused.peak_bytes if fused else None
     return values
 
 

@@ -48,6 +48,7 @@ class Role(str, Enum):
     ROOT = "root"  # everything outside the layers as a flat buffer
     MODEL = "model"  # every parameter in one buffer
     EMBEDDING = "embedding"  # embedding or output projection, or both
+    PARAMETERS = "parameters"  # a buffer of parameters or state that the job's timeline names
     WEIGHT = "weight"
     FUSED_WEIGHTS = "fused_weights"  # gate and up in one tensor, as some engines load them
     LOGITS = "logits"
@@ -189,7 +190,7 @@ def _parameters(shape: Shape | None, workload: Workload) -> Iterable[Candidate]:
         for dtype, size in (("bfloat16", 2), ("float32", 4)):
             yield Candidate(role, what, elements * size, dtype)
             ranks = workload.ranks or 1
-            if ranks > 1:
+            if ranks > 1 and role is not Role.FUSED_WEIGHTS:
                 share = -(-elements // ranks) * size
                 yield Candidate(role, f"1/{ranks} of {what}", share, dtype, divided_by=ranks)
     if workload.zero:

@@ -39,7 +39,8 @@ def propose(
     remedies = list(_faults(evidence, cause))
     if needs is not None and cause is Cause.HOST_MEMORY:
         remedies += _host(evidence, needs)
-    if cause in _CURED_BY_RECIPE:
+    # Ranks on a CPU have the host's memory for a device's.
+    if cause in _CURED_BY_RECIPE or (cause is Cause.HOST_MEMORY and evidence.device == "cpu"):
         remedies += _reduce_each(evidence, hypotheses)
         remedies += _recipes(evidence)
     return tuple(remedies)

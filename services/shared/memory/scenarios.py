@@ -33,6 +33,7 @@ from services.shared.memory.timeline import Phase
 from services.shared.memory.token_search import (
     TOKENS_GRID,
     TYPICAL_TOKENS,
+    Key,
     Moments,
     Solution,
     find_tokens,
@@ -79,7 +80,7 @@ def from_timelines(evidence: Evidence) -> tuple[Hypothesis, ...]:
     answers = [answer for answer in found if answer is not None]
     if not any(answer.strength is not Strength.EXCLUDED for answer in answers):
         return ()
-    return tuple(sorted(answers, key=lambda answer: -answer.strength))
+    return tuple(sorted(answers, key=lambda a: (-a.strength, bool(a.objections))))
 
 
 def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
@@ -217,8 +218,8 @@ def _told_step(evidence: Evidence, step: int, reasons: list[str]) -> list[str]:
     told = evidence.case.step
     if told is None and "first step" in words:
         told = 1
-    if told is None or step < 1:
-        return []
+    if told is None or step < 1 or evidence.log.finished_steps is not None:
+        return []  # a progress bar has decided already
     first = told <= 1
     if first == (step == 1):
         reasons.append(f"fits the told step {told}")
@@ -301,10 +302,28 @@ def _solve(evidence: Evidence, scenario: Scenario, shape: Shape) -> list[Solutio
         if tokens not in known:
             planned = _at_tokens(evidence, scenario, shape, tokens)
             timeline = planned.timeline if planned else ()
-            known[tokens] = printed_moments(timeline, asked, rounding)
+            moments = printed_moments(timeline, asked, rounding)
+            known[tokens] = {k: held for k, held in moments.items() if _as_told(evidence, k)}
         return known[tokens]
 
     return find_tokens(moments_at, grid, allocated)
+
+
+_TOLD_PHASES = {
+    FailurePhase.FORWARD: Phase.FORWARD,
+    FailurePhase.BACKWARD: Phase.BACKWARD,
+    FailurePhase.OPTIMIZER_STEP: Phase.OPTIMIZER_STEP,
+    FailurePhase.WRAP: Phase.WRAP,
+}
+
+
+def _as_told(evidence: Evidence, key: Key) -> bool:
+    """Tell whether a moment is where the traceback and the progress bar say it failed."""
+    phase = _TOLD_PHASES.get(evidence.phase) if evidence.phase else None
+    finished = evidence.log.finished_steps
+    if finished is not None and key.step and (finished == 0) != (key.step == 1):
+        return False
+    return phase is None or key.phase is phase
 
 
 def _replica(evidence: Evidence) -> Hypothesis | None:
