@@ -86,7 +86,14 @@ class Int8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         tokens, scale = self._conversions.quantise_tokens(x)
-        y = torch.ops.onednn.qlinear_pointwise(
+        y = self.multiply(tokens)
+        if self._bias is None:
+            return self._conversions.rescale(y, scale, x.dtype)
+        return self._conversions.rescale_add(y, scale, self._bias, x.dtype)
+
+    def multiply(self, tokens: Tensor) -> Tensor:
+        """Return the float32 product of tokens around ZERO, scaled by output channel only."""
+        product: Tensor = torch.ops.onednn.qlinear_pointwise(
             tokens,
             1.0,
             ZERO,
@@ -101,9 +108,7 @@ class Int8Linear:
             [],
             "",
         )
-        if self._bias is None:
-            return self._conversions.rescale(y, scale, x.dtype)
-        return self._conversions.rescale_add(y, scale, self._bias, x.dtype)
+        return product
 
 
 def processor_has_int8() -> bool:

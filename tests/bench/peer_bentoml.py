@@ -1,0 +1,41 @@
+"""BentoML with its adaptive batching: up to 32 texts, padded to the longest."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import bentoml
+import torch
+
+from services.shared.model.artifact import load_classifier
+from services.shared.model.tokens import load_tokenizer
+
+
+@bentoml.service(workers=1, traffic={"timeout": 600})
+class Model:
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        directory = os.environ["BENCH_ARTIFACT"]
+        self.classifier = load_classifier(directory, dtype=torch.bfloat16)
+        self.tokenizer = load_tokenizer(directory)
+
+    @bentoml.api(batchable=True, max_batch_size=32, max_latency_ms=600_000)
+    def classify(self, inputs: list[str]) -> list[dict[str, list[float]]]:
+        padded = self.tokenizer(list(inputs), padding=True, return_tensors="pt")
+        with torch.inference_mode():
+            answers = self.classifier(padded["input_ids"], padded["attention_mask"])
+        return [
+            {head: values[row].tolist() for head, values in answers.items()}
+            for row in range(len(inputs))
+        ]
+
+
+@bentoml.service(workers=1, traffic={"timeout": 600})
+class Front:
+    model = bentoml.depends(Model)
+
+    @bentoml.api(route="/predict")
+    async def predict(self, inputs: str) -> dict[str, Any]:
+        [answer] = await self.model.to_async.classify([inputs])
+        return answer

@@ -1,0 +1,99 @@
+"""Serves an artifact through our API for the benchmarks; with --null the engine answers at once.
+
+    python serve_student.py ARTIFACT PORT [--null]
+
+No database and no broker: only the routes that predict are asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI
+
+from services.api.app import create_app
+from services.api.deps import Parts
+from services.api.keys import Keys
+from services.api.serving.encoder import TokenizerEncoder
+from services.api.serving.predictor import Predictor
+from services.api.serving.promoted import Promoted
+from services.api.serving.settings import ServingSettings
+from services.api.serving.slot import ActiveStudent
+from services.api.settings import ApiSettings
+from services.api.telemetry import Metrics
+from services.shared.datasets.card import Head
+
+HEADS = [Head(name="h3", labels=["a", "b", "c"])]
+
+
+class NullEngine:
+    """Answers every text with the same logits."""
+
+    kind = "null"
+
+    def run(self, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        return {"h3": np.tile(np.float32([0.1, 0.2, 0.3]), (len(texts), 1))}
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def main() -> None:
+    """Serve until terminated."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("port", type=int)
+    parser.add_argument("--null", action="store_true")
+    options = parser.parse_args()
+    promoted = [Promoted("prm_1", "default", "mdl_1", "bench", "mdl_1", options.artifact)]
+    metrics = Metrics()
+    predictor = Predictor(
+        ServingSettings(),
+        promotions=list if options.null else lambda: promoted,
+        registry=metrics.registry,
+    )
+    if options.null:
+        tokenizer = (options.artifact / "tokenizer.json").read_text()
+        encoder = TokenizerEncoder(tokenizer, max_length=256)
+        student = ActiveStudent("null", "null", "null", HEADS, 256, encoder, NullEngine())
+        predictor.slot.swap("default", student)
+    unused: Any = None
+    parts = Parts(
+        settings=ApiSettings(
+            database_url="postgresql://unused",
+            broker_url="redis://unused",
+            data_dir=Path(tempfile.gettempdir()),
+        ),
+        store=unused,
+        send=unused,
+        predictor=predictor,
+        admit=unused,
+        keys=Keys({}),
+        metrics=metrics,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        predictor.start()
+        yield
+        await predictor.stop()
+
+    uvicorn.run(
+        create_app(parts, lifespan=lifespan),
+        host="127.0.0.1",
+        port=options.port,
+        access_log=False,
+        server_header=False,
+        log_level="warning",
+    )
+
+
+if __name__ == "__main__":
+    main()
