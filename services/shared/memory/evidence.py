@@ -34,6 +34,7 @@ from services.shared.memory.wording import (
 
 # A stated number of parameters further than this from a published shape means another model.
 _SAME_MODEL = 0.12
+_MOST_LAYERS = 1000
 _ADAPTERS = re.compile(r"\bq?lora\b|\bpeft\b|adapters?\b|\bfrozen\b", re.IGNORECASE)
 _CLASSIFIER = re.compile(r"classif|\bheads?\b|backbone|teacher|student", re.IGNORECASE)
 
@@ -216,17 +217,25 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 def _described(model: Mapping[str, Any], name: str | None) -> Shape | None:
     """Return the shape that a config, or the contract's short form of one, describes."""
     if "model_type" in model:
+        _check_layers(model.get("num_hidden_layers", 1))
         return from_config(model, name=name or "model")
     config = {_OUR_NAMES.get(key, key): value for key, value in model.items()}
     if any(config.get(key) is None for key in _NEEDED):
         return None
     named = find_preset(name or "-")
     config["model_type"] = str(named.dims.family if named else Family.LLAMA)
+    _check_layers(config["num_hidden_layers"])
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("max_position_embeddings", 2048)
     if isinstance(config["hidden_size"], int):  # what is no number, from_config refuses by name
         config.setdefault("intermediate_size", 4 * config["hidden_size"])
     return from_config(config, name=name or "model")
+
+
+def _check_layers(count: Any) -> None:
+    # A timeline has points for every layer: an absurd number of them would only burn time.
+    if isinstance(count, int) and count > _MOST_LAYERS:
+        raise InvalidInput("model.num_layers", f"{count}", accepted=f"up to {_MOST_LAYERS}")
 
 
 def _candidates(evidence: Evidence) -> tuple[Candidate, ...]:
