@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 import typer
 
-from services.cli import datasets, demo, jobs, models, predict, up
+from services.cli import datasets, demo, diagnose, doctor, jobs, models, plan, predict, up
 
 app = typer.Typer(
     name="stillhouse",
@@ -16,12 +14,9 @@ app = typer.Typer(
 )
 app.command()(up.up)
 app.command()(demo.demo)
-for _name in ("plan", "diagnose", "doctor"):
-    try:
-        _module = importlib.import_module(f"services.cli.{_name}")
-    except ModuleNotFoundError:
-        continue
-    app.command()(getattr(_module, _name))
+app.command()(plan.plan)
+app.command()(diagnose.diagnose)
+app.command()(doctor.doctor)
 app.add_typer(datasets.app, name="datasets")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(models.app, name="models")
