@@ -13,7 +13,7 @@ from services.cli.plan_view import show_plan
 from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import Hardware, find_device, machine
-from services.shared.memory.plan import Plan, plan_distillation
+from services.shared.memory.plan import Plan, Verdict, plan_distillation
 from services.shared.memory.plan import plan as plan_job
 from services.shared.memory.recipe import (
     Attention,
@@ -29,7 +29,7 @@ from services.shared.memory.recipe import (
     Sharding,
     Wrap,
 )
-from services.shared.memory.remedies import Alternative, alternatives
+from services.shared.memory.remedies import Alternative, alternatives, refused_by_host
 from services.shared.memory.shape import Shape, load
 from services.shared.memory.sizes import parse_size
 
@@ -135,22 +135,28 @@ def plan(
             offload=offload,
             loading=loading,
         )
-        planned, offered = _plan(shape, recipe, hardware, teacher, heads)
+        planned, offered, refused = _plan(shape, recipe, hardware, teacher, heads)
     except InvalidInput as error:
         _refuse(error, as_json=as_json)
     if as_json:
-        typer.echo(json.dumps(planned.to_json([a.to_json() for a in offered]), indent=2))
+        documents = [[a.to_json() for a in some] for some in (offered, refused)]
+        typer.echo(json.dumps(planned.to_json(*documents), indent=2))
         return
-    show_plan(Console(), planned, offered)
+    show_plan(Console(), planned, offered, refused)
 
 
 def _plan(
     shape: Shape, recipe: Recipe, hardware: Hardware, teacher: str | None, heads: str | None
-) -> tuple[Plan, tuple[Alternative, ...]]:
+) -> tuple[Plan, tuple[Alternative, ...], tuple[Alternative, ...]]:
+    """Return the plan, what would fit if it does not comfortably, and what the host refuses."""
     if teacher is not None:
         beside = load(teacher, heads=_classes(heads))
-        return plan_distillation(beside, shape, hardware, student_recipe=recipe), ()
-    return plan_job(shape, recipe, hardware), alternatives(shape, recipe, hardware)
+        return plan_distillation(beside, shape, hardware, student_recipe=recipe), (), ()
+    planned = plan_job(shape, recipe, hardware)
+    if planned.runs and planned.verdict is Verdict.FITS:
+        return planned, (), ()
+    offered = alternatives(shape, recipe, hardware)
+    return planned, offered, refused_by_host(shape, recipe, hardware)
 
 
 def _hardware(

@@ -13,7 +13,7 @@ from services.shared.memory.recipe import Recipe
 from services.shared.memory.remedies import Alternative
 from services.shared.memory.sizes import format_size
 
-_BAR_WIDTH = 32
+_BAR_WIDTH = 16
 _STYLES = {
     Verdict.FITS: "green",
     Verdict.TIGHT: "yellow",
@@ -28,8 +28,13 @@ _WORDS = {
 }
 
 
-def show_plan(console: Console, plan: Plan, alternatives: Sequence[Alternative]) -> None:
-    """Print `plan` and the alternatives that would fit."""
+def show_plan(
+    console: Console,
+    plan: Plan,
+    alternatives: Sequence[Alternative],
+    refused: Sequence[Alternative] = (),
+) -> None:
+    """Print `plan`, the alternatives that would fit, and the offloads that the host refuses."""
     console.print(_headline(plan))
     console.print(_verdict_line(plan))
     console.print(_phases(plan))
@@ -48,6 +53,11 @@ def show_plan(console: Console, plan: Plan, alternatives: Sequence[Alternative])
         console.print(_alternatives(plan, alternatives))
     elif not plan.runs:
         console.print("No change of the recipe makes it fit this hardware.")
+    for offload in refused:
+        console.print(
+            f"Refused: {offload.change} would take {format_size(offload.plan.host.peak_bytes)} "
+            f"of the host's {format_size(plan.hardware.host_memory_bytes or 0)}."
+        )
 
 
 def _headline(plan: Plan) -> Text:

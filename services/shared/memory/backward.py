@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.shared.memory.recipe import Prefetch
 from services.shared.memory.run import Run
 from services.shared.memory.sharding import UnitSizes
+from services.shared.memory.tape import rounded
 from services.shared.memory.update import update_temporaries
 
 
@@ -72,7 +73,8 @@ def _hold_gradients(run: Run, left: int) -> None:
             waiting = left if last else (done if first else job.num_layers)
             books.unsharded_gradients = waiting * whole_layer + (0 if first else others)
         elif not first:
-            books.unsharded_gradients += whole_root
+            new = 0 if recipe.adds_in_place else books.unsharded_gradients
+            books.unsharded_gradients = whole_root + new
     elif recipe.optimizer_in_backward and last:
         books.gradients = 0 if first else job.gradient_bytes - done * part
         if books.step == 1 and job.state_on_device and job.layered:
@@ -217,16 +219,20 @@ def _root(run: Run) -> None:
         behind = before.reduce_input_bytes if before and reduces else 0
         held = job.front_bytes + (0 if embedding else job.layer.input_bytes)
     if not job.layered:
-        books.unsharded_gradients = 0
+        # The layers' gradients are the root's own here; those of micro-batches before stay apart.
+        apart = books.micro_batch > 0 and not job.recipe.reduce_each
+        books.unsharded_gradients = root.held_gradient_bytes if apart else 0
     width = job.recipe.compute.size_bytes
     flat = root.gathered_bytes if job.fsdp1 else 0
+    added = books.unsharded_gradients > 0 and not job.layered and job.recipe.adds_in_place
+    new = rounded(root.largest_tensor_elements * width) if added else root.whole_gradient_bytes
     books.mark(
         "root",
         None,
         "flat gradient of the root" if job.fsdp1 else "gradient of the root",
         request_bytes=flat or root.largest_tensor_elements * width,
         communication=behind,
-        unsharded_gradients=root.whole_gradient_bytes + flat,
+        unsharded_gradients=new + flat,
         temporaries=held,
     )
     books.unsharded = 0
@@ -239,16 +245,15 @@ def _root(run: Run) -> None:
 
 def _keep_whole(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> None:
     """Raise whole gradients to the reduce dtype where FSDP2 keeps them for a later micro-batch."""
-    if unit.held_gradient_bytes <= unit.whole_gradient_bytes:
+    if unit.held_gradient_bytes <= unit.whole_gradient_bytes or run.books.micro_batch > 0:
         return
-    new = run.books.micro_batch == 0
     run.books.mark(
         unit.name,
         index,
         "whole gradients in the reduce dtype",
         request_bytes=unit.largest_tensor_elements * run.job.recipe.reduce.size_bytes,
         communication=ahead,
-        unsharded_gradients=unit.whole_gradient_bytes + (unit.held_gradient_bytes if new else 0),
+        unsharded_gradients=unit.whole_gradient_bytes + unit.held_gradient_bytes,
     )
 
 

@@ -133,8 +133,13 @@ class Plan:
         """Return the request at which a device of `budget_bytes` runs out, or None if it holds."""
         return first_past(self.timeline, budget_bytes)
 
-    def to_json(self, alternatives: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """Return the plan as plain JSON values, with the field names that other programs read."""
+    def to_json(
+        self, alternatives: Sequence[dict[str, Any]] = (), refused: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Return the plan as plain JSON values, with the field names that other programs read.
+
+        `refused` are changes that the host cannot hold.
+        """
         peak = self.peak
         return {
             "verdict": str(self.verdict),
@@ -164,6 +169,7 @@ class Plan:
             "host_memory_bytes": self.hardware.host_memory_bytes,
             "recipe": self.recipe.to_json(),
             "alternatives": list(alternatives),
+            "refused": list(refused),
         }
 
 

@@ -84,6 +84,17 @@ def alternatives(shape: Shape, recipe: Recipe, hardware: Hardware) -> tuple[Alte
     return tuple(ladder.found)
 
 
+def refused_by_host(shape: Shape, recipe: Recipe, hardware: Hardware) -> tuple[Alternative, ...]:
+    """Return the offloads that the host does not hold, with what they would take of it."""
+    refused = []
+    for rung in _host(recipe):
+        result = plan(shape, recipe.with_changes(rung.changes), hardware)
+        if result.host_verdict is Verdict.DOES_NOT_FIT:
+            changes = _plain(rung.changes)
+            refused.append(Alternative(changes, rung.change, rung.costs, rung.lossless, result))
+    return tuple(refused)
+
+
 def choose(shape: Shape, recipe: Recipe, hardware: Hardware) -> Plan | None:
     """Return the plan of `recipe` where it fits, else of the first alternative; None without any.
 
