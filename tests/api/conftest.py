@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from fastapi.testclient import TestClient
 
 from services.api.app import create_app
@@ -157,6 +158,16 @@ def _settings(database_url: str, tmp_path: Path, **more: Any) -> ApiSettings:
         event_poll_seconds=0.01,
         **more,
     )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plain_logs() -> Iterator[None]:
+    """Render exceptions without variables, as the server does; pretty ones take seconds."""
+    structlog.configure(
+        processors=[structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()]
+    )
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture
