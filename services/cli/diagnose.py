@@ -84,9 +84,9 @@ def diagnose(
         told["host_memory_bytes"] = _size(host_memory, "host_memory")
         content, log = _read(source)
         case = Case.from_json({**content, **{k: v for k, v in told.items() if v is not None}})
+        diagnosis = diagnose_case(case, log=log)
     except InvalidInput as error:
         _refuse(error, as_json=as_json)
-    diagnosis = diagnose_case(case, log=log)
     if as_json:
         typer.echo(json.dumps(diagnosis.to_json(), indent=2))
         return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from services.shared.memory.case import Observed
 from services.shared.memory.catalogue import MessageKind
 from services.shared.memory.diagnosis import (
     Cause,
     Hypothesis,
+    Sharded,
     Strength,
     certain,
     likely,
@@ -14,6 +16,7 @@ from services.shared.memory.diagnosis import (
 from services.shared.memory.evidence import Evidence
 from services.shared.memory.matching import Match
 from services.shared.memory.needs import Needs
+from services.shared.memory.sharding_evidence import judge_sharding
 from services.shared.memory.sites import Note
 from services.shared.memory.sizes import format_size
 from services.shared.memory.wording import FailurePhase, Framework
@@ -35,6 +38,20 @@ _DEVICE_KINDS = (
 )
 
 
+def probe_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """The probe found whole parameters on a rank, or no unit."""
+    if not evidence.shards_parameters:
+        return None
+    sharded, shown = judge_sharding(evidence)
+    if evidence.case.observed == Observed() or sharded is not Sharded.NO:
+        return None
+    card = evidence.card_bytes
+    if needs is None or card is None or needs.whole_state_bytes <= card:
+        return likely(Cause.NOT_SHARDED, "the wrapped model was not divided", *shown)
+    text = f"its state is {format_size(needs.whole_state_bytes)}, the card has {format_size(card)}"
+    return certain(Cause.NOT_SHARDED, "the wrapped model was not divided", *shown, text)
+
+
 def host(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """The host ran out: a kill, or the host's own allocator."""
     message, case = evidence.message, evidence.case
@@ -49,7 +66,9 @@ def host(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         return likely(Cause.HOST_MEMORY, "the host ran out of memory", *reasons)
     if message.kind is MessageKind.HOST_ALLOCATOR:
         text = f"the host's own allocator refused: {message.text[:120]}"
-        return certain(Cause.HOST_MEMORY, "a host allocation failed", text, *reasons)
+        # torch's own allocator names the bytes; others' words may stand for another resource.
+        make = certain if message.requested else likely
+        return make(Cause.HOST_MEMORY, "a host allocation failed", text, *reasons)
     if message.kind is MessageKind.KILLED:
         text = f"a process was killed from outside: {message.text[:120]}"
         counted = any(word in message.text for word in ("oom_kill", "oom-kill", "OOMKilled"))
@@ -109,13 +128,14 @@ def saving(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
 
 def loading_whole(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """The model went whole onto each card before anything divided it."""
-    before = evidence.phase is FailurePhase.WRAP and "before" in (evidence.case.phase or "").lower()
-    if evidence.phase is not FailurePhase.LOAD and not before and not evidence.precision.full_eval:
+    if not _before_sharding(evidence, needs):
         return None
     if evidence.ranks == 1 or host_loading(evidence, needs) or evidence.framework is None:
         return None
     if evidence.message is not None and evidence.message.kind not in _DEVICE_KINDS:
         return None
+    if any(c.divided_by > 1 and c.match is Match.EXACT for c in evidence.candidates):
+        return None  # a share was asked for: something was divided already
     reasons = [f"it failed before {evidence.framework} could divide anything"]
     if evidence.precision.full_eval:
         reasons.append("full_eval makes the trainer cast and move the model before wrapping it")
@@ -129,10 +149,23 @@ def loading_whole(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     if needs and evidence.card_bytes:
         whole, card = needs.whole_weights_bytes, evidence.card_bytes
         reasons.append(f"the whole weights are {format_size(whole)} on {format_size(card)}")
-        if whole > card and not evidence.framework.shards_parameters:
+        unsharded = evidence.framework in (Framework.DDP, Framework.NONE)
+        if whole > card and unsharded and (evidence.ranks or 1) > 1 and not evidence.offloads:
             strength = Strength.CERTAIN
     what = "the whole model on every card while loading"
     return Hypothesis(Cause.NOT_SHARDED, what, strength, reasons=tuple(reasons))
+
+
+def _before_sharding(evidence: Evidence, needs: Needs | None) -> bool:
+    """Tell whether it failed with the model still whole."""
+    if evidence.phase is FailurePhase.LOAD or evidence.precision.full_eval:
+        return True
+    if evidence.phase is not FailurePhase.WRAP:
+        return False
+    if "before" in (evidence.case.phase or "").lower():
+        return True
+    # While it is wrapped a model that a card does not hold can only be whole.
+    return _whole_weights_fit(evidence, needs) is False
 
 
 def loading_unknown(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
@@ -173,11 +206,9 @@ def training_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | 
     if needs.sharded_state_bytes:
         size = format_size(needs.sharded_state_bytes)
         reasons.append(f"divided over {evidence.ranks} ranks it would be {size}")
-    certain = needs.whole_weights_bytes > card and evidence.framework in (
-        Framework.DDP,
-        Framework.NONE,
-    )
-    strength = Strength.CERTAIN if certain else Strength.LIKELY
+    alone = evidence.framework in (Framework.DDP, Framework.NONE) and (evidence.ranks or 1) > 1
+    impossible = alone and needs.whole_weights_bytes > card and not evidence.offloads
+    strength = Strength.CERTAIN if impossible else Strength.LIKELY
     return Hypothesis(Cause.NOT_SHARDED, what, strength, reasons=tuple(reasons))
 
 

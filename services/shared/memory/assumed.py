@@ -48,7 +48,7 @@ def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
     values: dict[str, Any] = {
         "engine": engine,
         "sharding": sharding or Sharding.FULL,
-        "parameters": _parameters(evidence),
+        "parameters": state_precision(evidence),
         "optimizer": evidence.optimizer or Optimizer.ADAMW,
         "optimizer_impl": evidence.optimizer_impl or default_implementation(evidence),
         "optimizer_in_backward": bool(case.optimizer_in_backward),
@@ -85,7 +85,8 @@ def _told_parameters(evidence: Evidence) -> Precision | None:
     return evidence.case.parameters or evidence.precision.parameters
 
 
-def _parameters(evidence: Evidence) -> Precision:
+def state_precision(evidence: Evidence) -> Precision:
+    """Return what parameters are stored in: as told, else float32, as mixed precision keeps them."""
     return _told_parameters(evidence) or Precision.FLOAT32
 
 

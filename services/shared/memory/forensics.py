@@ -41,7 +41,8 @@ def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
 
     `certain` is given only where arithmetic excludes every other explanation; where several remain
     the cause is `undecided` and the one measurement that decides is named. A `log` that was
-    streamed from a file stands in for the case's own text.
+    streamed from a file stands in for the case's own text. Raises InvalidInput for a `model` that
+    cannot exist, naming its field.
     """
     evidence = _with_planned_requests(gather(case, log))
     needs = needs_of(evidence)

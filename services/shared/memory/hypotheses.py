@@ -29,7 +29,7 @@ def _symptom(rule: Callable[[Evidence], Hypothesis | None]) -> Rule:
 # What was measured, then who spoke, then what was warned of, then where it stood, then what was
 # asked for, then what is merely consistent with the numbers.
 _RULES: tuple[Rule, ...] = (
-    _symptom(symptoms.probe_unsharded),
+    arithmetic.probe_unsharded,
     _symptom(symptoms.probe_coarse),
     arithmetic.host,
     _symptom(symptoms.driver),

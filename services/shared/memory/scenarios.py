@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from services.shared.memory.assumed import hardware_of, recipe_of
+from services.shared.memory.assumed import hardware_of, recipe_of, state_precision
 from services.shared.memory.catalogue import Backend
 from services.shared.memory.diagnosis import Cause, Hypothesis, Strength
 from services.shared.memory.errors import InvalidInput
@@ -88,7 +88,7 @@ def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
     case, told = evidence.case, evidence.optimizer_impl
     single = {"accumulate": 1, "reduce_each": True}
     once = {} if case.accumulate else single
-    state = recipe_of(evidence).parameters
+    state = state_precision(evidence)
     if told in (None, OptimizerImpl.FUSED, OptimizerImpl.FOR_LOOP):
         kind = told or OptimizerImpl.FUSED
         yield Scenario(

@@ -45,7 +45,7 @@ def _from_probe(evidence: Evidence) -> Verdict | None:
 def _local_share(evidence: Evidence) -> Verdict | None:
     observed, count, ranks = evidence.case.observed, evidence.num_parameters, evidence.ranks
     local = observed.local_parameter_bytes
-    if local is None or not count or not ranks or ranks == 1:
+    if not local or not count or not ranks or ranks == 1:
         return None
     width = _width_of(local, count, ranks) if not observed.dtypes else _dtype_width(observed)
     share = local / (count * width)
@@ -65,7 +65,7 @@ def _dtype_width(observed: Observed) -> int:
 def _width_of(local: int, count: int, ranks: int) -> int:
     """Return the bytes per parameter that bring `local` nearest to a whole or a shared model."""
     fits = [(abs(local - count * w // n) / local, w) for w in (2, 4) for n in (1, ranks)]
-    return min(fits)[1] if local else 2
+    return min(fits)[1]
 
 
 def _from_allocated(evidence: Evidence) -> Verdict | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from services.shared.memory.catalogue import MessageKind
-from services.shared.memory.diagnosis import Cause, Hypothesis, certain, likely, possible
+from services.shared.memory.diagnosis import Cause, Hypothesis, likely, possible
 from services.shared.memory.evidence import Evidence
 from services.shared.memory.matching import Match, Role
 from services.shared.memory.sites import Note, Site
@@ -22,35 +22,13 @@ _PLENTY = 4
 _FRAGMENTED_SHARE = 0.10
 
 
-def probe_unsharded(evidence: Evidence) -> Hypothesis | None:
-    """The probe found whole parameters on a rank, or no unit."""
-    observed, count, ranks = evidence.case.observed, evidence.num_parameters, evidence.ranks
-    local = observed.local_parameter_bytes
-    if not evidence.shards_parameters or ranks == 1:
-        return None
-    if local is not None and count and ranks and local >= 0.9 * count * 2 > 2 * count / ranks:
-        share = local * ranks // count / ranks
-        if "float32" in observed.dtypes and local < 0.9 * count * 4:
-            return None
-        return certain(
-            Cause.NOT_SHARDED,
-            "the wrapped model was not divided",
-            f"the probe found {format_size(local)} of parameters on one rank, {share:.1f} bytes "
-            f"for each of the model's {count:,}; a share of 1/{ranks} would be a fraction of it",
-        )
-    if observed.sharded_units == 0:
-        text = "the probe after wrapping found no sharded unit"
-        return certain(Cause.NOT_SHARDED, "nothing was wrapped", text)
-    return None
-
-
 def probe_coarse(evidence: Evidence) -> Hypothesis | None:
     """The probe found one unit for the whole model."""
     layers = evidence.shape.num_layers if evidence.shape else 2
     if evidence.case.observed.sharded_units != 1 or layers < 2:
         return None
     text = "the probe found a single sharded unit: the whole model is gathered at once"
-    return certain(Cause.WRAP_TOO_COARSE, "one unit for the whole model", text)
+    return likely(Cause.WRAP_TOO_COARSE, "one unit for the whole model", text)
 
 
 def driver(evidence: Evidence) -> Hypothesis | None:

@@ -77,7 +77,16 @@ def read_strategy(text: str) -> Strategy:
     )
 
 
+# One model over several cards by layers or by slices: no rank holds all of it, nobody shards it.
+_SPLIT = re.compile(r"device_map|(?:model|tensor|pipeline|expert)[\s_-]*parallel|megatron")
+
+
 def _framework(low: str) -> Framework | None:
+    told = _named_framework(low)
+    return None if told in (Framework.DDP, Framework.NONE) and _SPLIT.search(low) else told
+
+
+def _named_framework(low: str) -> Framework | None:
     # The first words decide: "none (DDP)", "none active at load", but "FSDP1 (not DDP)".
     if re.match(r"\s*(?:none|no\b|one gpu|single)", low):
         return Framework.DDP if re.search(r"ddp|multi_gpu|data", low) else Framework.NONE
