@@ -58,6 +58,11 @@ def _reduces(run: Run) -> bool:
     return recipe.reduce_each or run.books.micro_batch == recipe.accumulate - 1
 
 
+def _held_apart(run: Run) -> bool:
+    """Whether whole gradients of earlier micro-batches are alive."""
+    return run.books.micro_batch > 0 and not run.job.recipe.reduce_each
+
+
 def _hold_gradients(run: Run, left: int) -> None:
     """Account for the gradients alive when `left` layers have still to run backward."""
     books, job, recipe = run.books, run.job, run.job.recipe
@@ -65,7 +70,7 @@ def _hold_gradients(run: Run, left: int) -> None:
     whole_layer, whole_root = job.held_layer_gradient_bytes, job.units.root.held_gradient_bytes
     part = job.units.layers[0].gradient_bytes if job.layered and job.on_device else 0
     last = books.micro_batch == recipe.accumulate - 1
-    books.unsharded_gradients = 0 if job.layered else done * whole_layer
+    books.unsharded_gradients = 0 if job.layered else done * job.layer_gradient_bytes
     if not recipe.reduce_each and recipe.accumulate > 1:
         others = job.units.total("held_gradient_bytes") - job.num_layers * whole_layer
         books.gradients = done * part if last else 0
@@ -172,7 +177,8 @@ def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int, *, kept: i
         "reduce-scatter input",
         request_bytes=unit.reduce_input_bytes,
         communication=ahead + unit.reduce_input_bytes,
-        unsharded_gradients=unit.whole_gradient_bytes,
+        # Gradients of earlier micro-batches hold this one's already.
+        unsharded_gradients=0 if _held_apart(run) else unit.whole_gradient_bytes,
     )
     books.mark(
         unit.name,
@@ -180,7 +186,7 @@ def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int, *, kept: i
         "reduced gradient",
         request_bytes=part,
         communication=ahead + unit.reduce_input_bytes + other,
-        unsharded_gradients=kept,
+        unsharded_gradients=-unit.held_gradient_bytes if _held_apart(run) else kept,
         temporaries=part,
     )
 
@@ -220,8 +226,7 @@ def _root(run: Run) -> None:
         held = job.front_bytes + (0 if embedding else job.layer.input_bytes)
     if not job.layered:
         # The layers' gradients are the root's own here; those of micro-batches before stay apart.
-        apart = books.micro_batch > 0 and not job.recipe.reduce_each
-        books.unsharded_gradients = root.held_gradient_bytes if apart else 0
+        books.unsharded_gradients = root.held_gradient_bytes if _held_apart(run) else 0
     width = job.recipe.compute.size_bytes
     flat = root.gathered_bytes if job.fsdp1 else 0
     added = books.unsharded_gradients > 0 and not job.layered and job.recipe.adds_in_place
@@ -244,7 +249,10 @@ def _root(run: Run) -> None:
 
 
 def _keep_whole(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> None:
-    """Raise whole gradients to the reduce dtype where FSDP2 keeps them for a later micro-batch."""
+    """Raise whole gradients to the reduce dtype where FSDP2 keeps them for a later micro-batch.
+
+    One by one, each letting go of what it was raised from.
+    """
     if unit.held_gradient_bytes <= unit.whole_gradient_bytes or run.books.micro_batch > 0:
         return
     run.books.mark(
@@ -253,7 +261,7 @@ def _keep_whole(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> Non
         "whole gradients in the reduce dtype",
         request_bytes=unit.largest_tensor_elements * run.job.recipe.reduce.size_bytes,
         communication=ahead,
-        unsharded_gradients=unit.whole_gradient_bytes + unit.held_gradient_bytes,
+        unsharded_gradients=unit.held_gradient_bytes,
     )
 
 

@@ -204,6 +204,15 @@ class Recipe:
         )
 
     @property
+    def held_gradient_width(self) -> int:
+        """Bytes of one value of a gradient kept whole over micro-batches.
+
+        FSDP2 keeps them in the reduce dtype, FSDP1 in the compute dtype.
+        """
+        compute, reduce = self.compute.size_bytes, self.reduce.size_bytes
+        return max(compute, reduce) if self.engine is Engine.FSDP2 else compute
+
+    @property
     def adds_in_place(self) -> bool:
         """Whether a later micro-batch adds each weight's gradient at once into one kept whole.
 

@@ -19,7 +19,7 @@ from services.shared.memory.recipe import Engine, Offload, Recipe, Sharding
 from services.shared.memory.shape import Shape
 from services.shared.memory.sharding import (
     Units,
-    held_layer_gradients,
+    layer_gradients,
     parameter_pieces,
     units_of,
 )
@@ -40,6 +40,7 @@ class Job:
     tables_bytes: int
     mask_bytes: int
     front_bytes: int
+    layer_gradient_bytes: int
     held_layer_gradient_bytes: int
 
     @property
@@ -118,7 +119,8 @@ def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> Jo
         tables_bytes=tables_bytes(shape.dims, tokens),
         mask_bytes=mask_bytes(shape.dims, tokens),
         front_bytes=front_bytes(shape.dims, tokens),
-        held_layer_gradient_bytes=held_layer_gradients(shape, recipe),
+        layer_gradient_bytes=layer_gradients(shape, recipe.compute.size_bytes),
+        held_layer_gradient_bytes=layer_gradients(shape, recipe.held_gradient_width),
     )
 
 

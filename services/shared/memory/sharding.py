@@ -117,11 +117,8 @@ def parameter_pieces(shape: Shape, recipe: Recipe, ranks: int) -> list[tuple[str
     return [*found, *held[in_front:]]
 
 
-def held_layer_gradients(shape: Shape, recipe: Recipe) -> int:
-    """Return the bytes of one layer's gradients that are kept whole over micro-batches."""
-    width = recipe.compute.size_bytes
-    if recipe.engine is Engine.FSDP2 and not recipe.reduce_each:
-        width = max(width, recipe.reduce.size_bytes)
+def layer_gradients(shape: Shape, width: int) -> int:
+    """Return the bytes of one layer's whole gradients, `width` bytes each."""
     return sum(rounded(width * tensor.elements) for tensor in shape.layers[-1].tensors)
 
 
