@@ -31,6 +31,8 @@ def serve(queue: str, *, module: str) -> None:
     second job on the same devices is impossible.
     """
     settings = JobSettings()
+    # Ranks start in another directory than this process.
+    settings = settings.model_copy(update={"data_dir": settings.data_dir.absolute()})
     app = make_celery(settings)
     store = open_store(settings)
     worker = f"{queue}@{socket.gethostname()}:{os.getpid()}"

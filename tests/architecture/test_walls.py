@@ -1,0 +1,101 @@
+"""The walls of the house: who imports whom, and what each process never loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# What a process of each kind must not load, directly or through others.
+TORCH = {"torch", "transformers", "accelerate", "safetensors"}
+DATABASE = {"sqlalchemy", "psycopg", "alembic", "celery", "kombu", "redis"}
+SUPERVISORS = [
+    "services.api.app",
+    "services.trainer.worker",
+    "services.distiller.worker",
+    "services.shared.jobs.store",
+    "services.shared.jobs.sweep",
+    "services.shared.launch.doctor",
+    "services.cli.main",
+]
+RANKS = [
+    "services.trainer.main",
+    "services.distiller.main",
+    "services.shared.fsdp.selfcheck",
+]
+# Measured: workers 72 MiB, the API without its engine 121 (Python 3.11, x86-64); torch adds 250 and more.
+MOST_SUPERVISOR_MIB = 150
+
+_LOOK = (
+    "import importlib, json, resource, sys; importlib.import_module(sys.argv[1]);"
+    " print(json.dumps([sorted({name.partition('.')[0] for name in sys.modules}),"
+    " resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]))"
+)
+
+
+def _loaded(module: str) -> tuple[set[str], int]:
+    """Return the top-level packages that importing `module` loads, and the process's peak in MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK, module], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    names, peak_mib = json.loads(done.stdout)
+    return set(names), peak_mib
+
+
+def test_every_import_keeps_to_the_walls() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("module", SUPERVISORS)
+def test_whoever_supervises_loads_no_torch_and_stays_small(module: str) -> None:
+    names, peak_mib = _loaded(module)
+    assert names & TORCH == set()
+    assert peak_mib < MOST_SUPERVISOR_MIB
+
+
+@pytest.mark.parametrize("module", RANKS)
+def test_whoever_trains_loads_neither_database_nor_broker(module: str) -> None:
+    assert _loaded(module)[0] & DATABASE == set()
+
+
+def test_the_command_line_starts_without_what_only_servers_need() -> None:
+    names, _ = _loaded("services.cli.main")
+    assert names & (DATABASE | {"fastapi", "uvicorn", "pyarrow", "numpy"}) == set()
+
+
+def test_memory_runs_on_the_standard_library_alone() -> None:
+    """No site-packages at all: -S leaves them out, -I whatever the environment adds."""
+    modules = [
+        f"services.shared.memory.{path.stem}"
+        for path in sorted((ROOT / "services/shared/memory").glob("[a-z]*.py"))
+    ]
+    code = (
+        f"import importlib, sys; sys.path.insert(0, {str(ROOT)!r});"
+        f" [importlib.import_module(m) for m in {modules!r}]"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert len(modules) > 10
+    assert done.returncode == 0, done.stderr
+
+
+def test_rooms_hold_no_grab_bags() -> None:
+    forbidden = {"utils", "helpers", "common", "misc", "base", "manager", "managers", "util"}
+    found = [p for p in (ROOT / "services").rglob("*.py") if p.stem in forbidden]
+    assert found == []
+
+
+def test_the_rooms_doors_hold_only_a_docstring() -> None:
+    for path in (ROOT / "services").rglob("__init__.py"):
+        code = [line for line in path.read_text().splitlines() if line.strip()]
+        assert len(code) == 1, path
+        assert code[0].startswith('"""'), path
