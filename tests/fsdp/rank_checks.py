@@ -657,6 +657,58 @@ def mixed_precision(world: World, directory: Path) -> Any:
     return curves
 
 
+ARCHITECTURES = {
+    "llama": {},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 4},
+    "bert": {},
+    "xlm-roberta": {"max_position_embeddings": 64},
+    "modernbert": {},
+    "distilbert": {},
+}
+
+
+@check
+def architectures(world: World, directory: Path) -> Any:
+    """A sharded model started on meta answers as an ordinary one with the same weights."""
+    found = {}
+    for kind, fields in ARCHITECTURES.items():
+        shape: dict[str, Any] = {
+            "model_type": kind,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        if kind == "distilbert":
+            shape = {"model_type": kind, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+        if kind in ("llama", "gemma3_text"):
+            shape["num_key_value_heads"] = 2
+        config = make_config(shape | fields, vocab_size=VOCABULARY, pad_token_id=0)
+        for engine in ENGINES:
+            with torch.device("meta"):
+                classifier = build_classifier(config, HEADS)
+            sharded = shard(classifier, recipe(), world, engine=engine)
+            initialise(sharded, seed=0)
+            ordinary = build_classifier(config, HEADS)
+            ordinary.load_state_dict(whole(sharded), strict=False)
+            ids, _, _ = texts(0)
+            mask = (torch.arange(TOKENS) < torch.arange(2, 2 + TEXTS)[:, None]).long()
+            with torch.no_grad():
+                ours = sharded.module.eval()(ids, mask)
+                theirs = ordinary.eval()(ids, mask)
+            sharded.reshard()
+            loss = loss_of(sharded.module.train(), 0, slice(None))
+            loss.backward()
+            found[f"{engine} {kind}"] = {
+                "difference": max(float((ours[n] - theirs[n]).abs().max()) for n in ours),
+                "size": max(float(v.abs().max()) for v in theirs.values()),
+                "without_gradient": [
+                    p.name for p in sharded.pieces if p.gradient() is None and p.stop > p.start
+                ],
+            }
+    return found
+
+
 @check
 def recomputed_layers(world: World, directory: Path) -> Any:
     """Recomputing activations changes no number."""
