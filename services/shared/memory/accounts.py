@@ -64,7 +64,7 @@ def read_accounts(
 
     `usual_outside_bytes` is what this kind of card is known to keep outside of torch.
     """
-    total = _value(message.total) or total_bytes
+    total = _value(message.total) or total_bytes or _value(message.allowed)
     allocated, free = _value(message.allocated), _value(message.free)
     cached = _value(message.unallocated)
     if cached is None and message.reserved and allocated is not None:

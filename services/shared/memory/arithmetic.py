@@ -112,7 +112,7 @@ def saving(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     failed_clone = Note.CLONE_FAILED in evidence.log.notes
     if evidence.phase is not FailurePhase.SAVE and not failed_clone:
         return None
-    if evidence.framework in (Framework.DDP, Framework.NONE):
+    if evidence.replicates:
         return None
     reasons = ["it failed while saving or resuming: the full state dict is gathered on the card"]
     whole = [c for c in evidence.candidates if c.divided_by == 1 and c.match is Match.EXACT]
@@ -149,8 +149,12 @@ def loading_whole(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     if needs and evidence.card_bytes:
         whole, card = needs.whole_weights_bytes, evidence.card_bytes
         reasons.append(f"the whole weights are {format_size(whole)} on {format_size(card)}")
-        unsharded = evidence.framework in (Framework.DDP, Framework.NONE)
-        if whole > card and unsharded and (evidence.ranks or 1) > 1 and not evidence.offloads:
+        if (
+            whole > card
+            and evidence.replicates
+            and (evidence.ranks or 1) > 1
+            and not evidence.offloads
+        ):
             strength = Strength.CERTAIN
     what = "the whole model on every card while loading"
     return Hypothesis(Cause.NOT_SHARDED, what, strength, reasons=tuple(reasons))
@@ -184,9 +188,9 @@ def loading_unknown(evidence: Evidence, needs: Needs | None) -> Hypothesis | Non
 
 def training_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """Every rank held the whole model in training, as configured."""
-    unsharded = (Framework.DDP, Framework.NONE, Framework.ZERO1, Framework.ZERO2)
+    whole = evidence.replicates or evidence.framework in (Framework.ZERO1, Framework.ZERO2)
     told = Note.DATA_PARALLEL in evidence.log.notes or Note.NO_SHARD in evidence.log.notes
-    if evidence.ranks == 1 or (evidence.framework not in unsharded and not told):
+    if evidence.ranks == 1 or not (whole or told):
         return None
     if evidence.phase is FailurePhase.LOAD and Note.ZERO3_INIT_OFF not in evidence.log.notes:
         return None
@@ -206,7 +210,7 @@ def training_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | 
     if needs.sharded_state_bytes:
         size = format_size(needs.sharded_state_bytes)
         reasons.append(f"divided over {evidence.ranks} ranks it would be {size}")
-    alone = evidence.framework in (Framework.DDP, Framework.NONE) and (evidence.ranks or 1) > 1
+    alone = evidence.replicates and (evidence.ranks or 1) > 1
     impossible = alone and needs.whole_weights_bytes > card and not evidence.offloads
     strength = Strength.CERTAIN if impossible else Strength.LIKELY
     return Hypothesis(Cause.NOT_SHARDED, what, strength, reasons=tuple(reasons))
@@ -219,7 +223,7 @@ def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         return None
     if evidence.message is not None and evidence.message.kind not in _DEVICE_KINDS:
         return None
-    unsharded = evidence.framework in (Framework.DDP, Framework.NONE) and evidence.ranks != 1
+    unsharded = evidence.replicates and evidence.ranks != 1
     if evidence.offloads or unsharded:
         return None
     what = "the job needs more than the card has"

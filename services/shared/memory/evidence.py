@@ -102,6 +102,12 @@ class Evidence:
         return self.strategy.offload or told not in ("", "none", "false", "no")
 
     @property
+    def replicates(self) -> bool:
+        """Whether the configuration puts the whole model on every rank."""
+        unsharded = self.sharding is Sharding.NONE and self.framework is not None
+        return unsharded or self.framework in (Framework.DDP, Framework.NONE)
+
+    @property
     def trains_adapters(self) -> bool:
         """Whether only small adapters are trained: the rest has no gradient and no state."""
         return bool(_ADAPTERS.search(f"{self.case.words} {self.case.optimizer or ''}"))

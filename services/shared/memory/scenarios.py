@@ -368,7 +368,6 @@ def _replica(evidence: Evidence) -> Hypothesis | None:
         steps[0],
         layer,
         objections=(text,),
-        where="wrap",
     )
 
 

@@ -139,13 +139,17 @@ def _from_phase(evidence: Evidence) -> Verdict | None:
         MessageKind.KILLED,
         MessageKind.HOST_ALLOCATOR,
     )
+    below = evidence.message is not None and evidence.message.kind in (
+        MessageKind.COLLECTIVE,
+        MessageKind.DRIVER,
+    )
     if evidence.phase is FailurePhase.WRAP and "before" in words:
         return Sharded.NO, ("the failure came before anything was wrapped",)
     if evidence.phase is not FailurePhase.LOAD or evidence.framework is None:
         return None
     if evidence.offloads and evidence.framework is Framework.ZERO3:
         return None
-    if host or evidence.strategy.efficient_loading:
+    if host or below or evidence.strategy.efficient_loading:
         return Sharded.UNKNOWN, (_BEFORE_SHARDING,)
     return Sharded.NO, (_BEFORE_SHARDING,)
 
