@@ -127,6 +127,7 @@ class ProblemError(Exception):
 
 def invalid(field: str, message: str) -> ProblemError:
     """Return the problem of one wrong field."""
+    message = message[:LONGEST_MESSAGE]
     return ProblemError(
         "invalid-request", message, errors=[FieldError(field=field, message=message)]
     )
@@ -140,7 +141,7 @@ def problem_response(problem: ProblemError, *, path: str) -> Response:
         "title": title,
         "status": status,
         "detail": problem.detail[:LONGEST_MESSAGE],
-        "instance": quote(path, safe="/:@!$&'()*+,;=~"),
+        "instance": quote(path[:LONGEST_MESSAGE], safe="/:@!$&'()*+,;=~", errors="replace"),
         **problem.extensions,
     }
     # ensure_ascii: whatever a client managed to send back into a message stays encodable.

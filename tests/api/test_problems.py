@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from services.api.admission import Admitter
 from services.api.errors import TITLES, as_problem
 from services.shared.jobs import errors as shared
 
@@ -158,6 +159,15 @@ def test_what_the_client_sent_is_not_sent_back_at_length(client: TestClient) -> 
     response = client.post("/jobs", json=body)
     assert_problem(response, "invalid-request")
     assert len(response.content) < 3000
+
+
+def test_a_long_path_or_value_makes_no_long_problem(client: TestClient, offline: Any) -> None:
+    offline.admit = Admitter(offline.settings)
+    body = {**TEACHER, "model": {"path": "x" * 200_000}}
+    response = offline.client().post("/jobs", json=body)
+    assert fields(assert_problem(response, "invalid-request")) == ["model.path"]
+    assert len(response.content) < 2000
+    assert len(client.get("/" + "x" * 20_000).content) < 2000
 
 
 @pytest.mark.parametrize(
