@@ -243,7 +243,9 @@ class Batcher:
         if self._tokens_per_second == 0:
             self._tokens_per_second = rate
         self._tokens_per_second += RATE_SMOOTHING * (rate - self._tokens_per_second)
-        self._measures.batch(tokens=batch.tokens, texts=len(batch.texts), seconds=seconds)
+        lengths = [len(text.tokens) for text in batch.texts]
+        padding = batch.student.engine.computed_tokens(lengths) - batch.tokens
+        self._measures.batch(lengths, padding=padding, seconds=seconds)
 
 
 def _compute(batch: _Batch) -> list[dict[str, list[Score]]]:

@@ -20,6 +20,10 @@ class Engine(Protocol):
         """Return the logits [N, C] of each head for N token lists, none of them empty."""
         ...
 
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """Return how many tokens a batch of such texts costs, padding included."""
+        ...
+
     def close(self) -> None:
         """Let go of the weights. No call of `run` follows or is under way."""
         ...

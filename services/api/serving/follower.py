@@ -140,8 +140,8 @@ class Follower:
             return self._load(wanted)
         except StudentRefused as refusal:
             self._refuse(wanted, str(refusal), transient=refusal.transient)
-        except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
-            # What reading an artifact, building an engine and running it once can raise.
+        except Exception as error:  # noqa: BLE001
+            # A boundary: whatever is wrong with an artifact, the former student goes on serving.
             self._refuse(wanted, f"{type(error).__name__}: {error}", transient=False)
         return None
 

@@ -63,7 +63,7 @@ def load_student(
     encoder = TokenizerEncoder(
         load_tokenizer(directory).backend_tokenizer.to_str(), max_length=max_length
     )
-    engine = _engine_over(artifact, serving) or build_engine(artifact, settings)
+    engine = build_engine(artifact, settings, serving=serving)
     try:
         check_golden(directory, heads=artifact.heads, encoder=encoder, engine=engine)
         warm_up(engine, batch_tokens=settings.batch_tokens, max_length=max_length)
@@ -110,8 +110,12 @@ def _engine_over(artifact: Artifact, serving: Sequence[ActiveStudent]) -> Packed
     return None
 
 
-def build_engine(artifact: Artifact, settings: ServingSettings) -> Engine:
+def build_engine(
+    artifact: Artifact, settings: ServingSettings, *, serving: Sequence[ActiveStudent] = ()
+) -> Engine:
     """Return the engine that the settings, the artifact and the machine call for.
+
+    It shares the weights of a student that serves, where only the heads differ.
 
     Raises ValueError where the settings name an engine that cannot run this student.
     """
@@ -124,6 +128,10 @@ def build_engine(artifact: Artifact, settings: ServingSettings) -> Engine:
         if settings.engine is EngineChoice.PACKED_INT8:
             raise ValueError(f"{artifact.directory} cannot be served in 8 bits: {obstacle}")
         log.info("not_in_8_bits", artifact=str(artifact.directory), why=obstacle)
+    if settings.engine is not EngineChoice.TRANSFORMERS:
+        shared = _engine_over(artifact, serving)
+        if shared is not None:
+            return shared
     classifier = load_classifier(artifact.directory, device=device, dtype=dtype)
     max_length = artifact.max_length or DEFAULT_MAX_LENGTH
     obstacle = why_not(classifier.config, max_length=max_length)
@@ -147,8 +155,8 @@ def why_not_int8(artifact: Artifact, device: torch.device) -> str | None:
     prepared = read_prepared(artifact.directory)
     if prepared is None:
         return "it was not prepared (python -m services.api.serving.prepare)"
-    failed = [name for name, head in prepared.heads.items() if not head.passed]
-    if failed:
+    if not prepared.passed:
+        failed = [name for name, head in prepared.heads.items() if not head.passed]
         return f"it lost too much on {', '.join(failed)} when it was prepared"
     if file_sha256(prepared_weights(artifact.directory)) != prepared.weights_sha256:
         return "the prepared weights are not those that passed"

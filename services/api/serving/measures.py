@@ -57,6 +57,11 @@ class Measures:
             buckets=(1, 2, 4, 8, 16, 32, 64, 128),
             registry=registry,
         )
+        self.padding_tokens = Counter(
+            "stillhouse_serving_padding_tokens",
+            "Tokens computed only to fill batches up.",
+            registry=registry,
+        )
         self.shadowed = Counter(
             "stillhouse_serving_shadow_answers",
             "Answers that the shadow gave too, by whether the highest label was the same.",
@@ -73,10 +78,11 @@ class Measures:
         self._queue = self.stages.labels("queue")
         self._compute = self.stages.labels("compute")
 
-    def batch(self, *, tokens: int, texts: int, seconds: float) -> None:
-        """Record one batch that ran."""
-        self.batch_tokens.observe(tokens)
-        self.batch_texts.observe(texts)
+    def batch(self, lengths: Sequence[int], *, padding: int, seconds: float) -> None:
+        """Record one batch that ran: the tokens of each text, and those computed for nothing."""
+        self.batch_tokens.observe(sum(lengths))
+        self.batch_texts.observe(len(lengths))
+        self.padding_tokens.inc(padding)
         self._compute.observe(seconds)
 
     def answered(self, predictions: Sequence[Prediction]) -> None:

@@ -84,6 +84,10 @@ class PackedEngine:
             self._backbone, heads, threads=self._threads, pieces=self._pieces, kind=self.kind
         )
 
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """Return how many tokens a batch of such texts costs: their own and no others."""
+        return sum(lengths)
+
     def close(self) -> None:
         """Let go of the weights."""
         self._backbone = None

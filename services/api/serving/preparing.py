@@ -25,8 +25,15 @@ _LOWEST_PRIORITY = "19"
 class Preparer:
     """Prepares what is worth it and says which models passed their gate."""
 
-    def __init__(self, settings: ServingSettings, *, on_passed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: ServingSettings,
+        *,
+        on_passed: Callable[[str], None],
+        python: str = sys.executable,
+    ) -> None:
         self._settings = settings
+        self._python = python
         self._on_passed = on_passed
         self._queue: SimpleQueue[Promoted | None] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
@@ -64,7 +71,7 @@ class Preparer:
                 self._on_passed(promoted.model_id)
 
     def _run(self, promoted: Promoted) -> int:
-        command = [sys.executable, "-m", "services.api.serving.prepare"]
+        command = [self._python, "-m", "services.api.serving.prepare"]
         command += [str(promoted.directory), str(promoted.dataset_dir), "--nice", _LOWEST_PRIORITY]
         with self._lock:
             if self._stopping:

@@ -45,6 +45,13 @@ class TransformersEngine:
                 logits[name][rows] = values.float().cpu().numpy()
         return logits
 
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """Return how many tokens a batch of such texts costs, padding included."""
+        return sum(
+            len(rows) * max(lengths[row] for row in rows)
+            for rows in buckets(lengths, budget=self._batch_tokens)
+        )
+
     def close(self) -> None:
         """Let go of the weights."""
         self._classifier = None

@@ -73,6 +73,9 @@ class CountingEngine:
         tone = np.array([[len(text), text[0]] for text in texts], np.float32)
         return {"tone": tone, "topics": np.zeros((len(texts), 3), np.float32)}
 
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        return sum(lengths)
+
     def close(self) -> None:
         self.is_closed = True
 

@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.api.serving.gate import PreparedInt8, manifest_hash, write_prepared
 from services.api.serving.loading import load_student
 from services.api.serving.packed import PackedEngine
 from services.api.serving.predictor import Predictor
+from services.api.serving.prepared import save_weights
 from services.api.serving.promoted import Promoted, StudentRefused
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.model.artifact import BadArtifact, file_sha256, load_classifier
@@ -141,3 +143,23 @@ def test_another_backbone_shares_nothing(new_artifact: Any) -> None:
     assert isinstance(first.engine, PackedEngine)
     assert isinstance(second.engine, PackedEngine)
     assert not second.engine.shares_weights_with(first.engine)
+
+
+def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its_old_weights(
+    new_artifact: Any,
+) -> None:
+    directory = new_artifact("qwen3")
+    first = load_student(promoted(directory), SETTINGS)
+    classifier = load_classifier(directory)
+    digest = save_weights(classifier, directory)
+    passed = PreparedInt8(
+        manifest_sha256=manifest_hash(directory),
+        weights_sha256=digest,
+        calibration_texts=0,
+        heads={},
+        passed=True,
+    )
+    write_prepared(directory, passed)
+    settings = SETTINGS.model_copy(update={"compile": False})
+    second = load_student(promoted(directory), settings, serving=[first])
+    assert second.engine.kind == "packed-int8"

@@ -1,6 +1,7 @@
 """Which students are prepared for 8-bit serving, and what follows."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +65,35 @@ def test_what_was_tried_is_not_tried_again_unless_exported_anew(promoted: Promot
     assert is_worth_preparing(promoted, SETTINGS)
 
 
-def test_a_failed_preparation_leaves_the_preparer_working(promoted: Promoted) -> None:
+@pytest.mark.parametrize(("python", "told"), [("true", ["mdl_1"]), ("false", [])])
+def test_only_what_passed_is_told(promoted: Promoted, python: str, told: list[str]) -> None:
     passed: list[str] = []
-    preparer = Preparer(SETTINGS, on_passed=passed.append)
+    preparer = Preparer(SETTINGS, on_passed=passed.append, python=python)
     preparer.start()
-    preparer.consider(promoted)  # no artifact at all: the process ends with 1
+    preparer.consider(promoted)
+    preparer.consider(promoted)  # the first left no trace, so it is tried again
     preparer._queue.put(None)
     preparer._thread.join(60)
     assert not preparer._thread.is_alive()
-    assert passed == []
+    assert passed == told * 2
 
 
-def test_stopping_ends_a_preparation_under_way(promoted: Promoted) -> None:
-    preparer = Preparer(SETTINGS, on_passed=lambda _: None)
+def test_a_preparation_that_cannot_start_is_survived(promoted: Promoted) -> None:
+    preparer = Preparer(SETTINGS, on_passed=lambda _: None, python="/no/such/python")
     preparer.start()
     preparer.consider(promoted)
+    preparer.stop(timeout_seconds=30)
+    assert not preparer._thread.is_alive()
+
+
+def test_stopping_ends_a_preparation_under_way(promoted: Promoted, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\ntouch $3/started\nexec sleep 600\n")
+    slow.chmod(0o755)
+    preparer = Preparer(SETTINGS, on_passed=lambda _: None, python=str(slow))
+    preparer.start()
+    preparer.consider(promoted)
+    while not (promoted.directory / "started").exists():
+        os.sched_yield()
     preparer.stop(timeout_seconds=30)
     assert not preparer._thread.is_alive()
