@@ -162,6 +162,8 @@ def loading_whole(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
 
 def _before_sharding(evidence: Evidence, needs: Needs | None) -> bool:
     """Tell whether it failed with the model still whole."""
+    if evidence.case.observed.sharded_units:
+        return False  # a probe looks after wrapping
     if evidence.phase is FailurePhase.LOAD or evidence.precision.full_eval:
         return True
     if evidence.phase is not FailurePhase.WRAP:

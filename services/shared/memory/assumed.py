@@ -56,7 +56,7 @@ def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
         "micro_batch": case.micro_batch or 1,
         "sequence_length": case.sequence_length or DEFAULT_SEQUENCE_LENGTH,
         "accumulate": case.accumulate or 1,
-        "offload": Offload.ALL if evidence.offloads else Offload.NONE,
+        "offload": _offload(evidence),
         "loading": Loading.RANK0,
     }
     if values["parameters"].size_bytes == 2 or evidence.precision.mixed:
@@ -65,6 +65,14 @@ def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
     elif _told_parameters(evidence) is Precision.FLOAT32 and not evidence.precision.mixed:
         values["compute"] = values["reduce"] = values["checkpoint"] = Precision.FLOAT32
     return Recipe(**{**values, **changes})
+
+
+def _offload(evidence: Evidence) -> Offload:
+    if not evidence.offloads:
+        return Offload.NONE
+    told = f"{evidence.case.offload or ''} {evidence.case.sharding_strategy or ''}".lower()
+    only_state = "optim" in told and "param" not in told and "all" not in told.split()
+    return Offload.OPTIMIZER if only_state else Offload.ALL
 
 
 def default_implementation(evidence: Evidence) -> OptimizerImpl:

@@ -27,7 +27,7 @@ def judge_sharding(evidence: Evidence) -> Verdict:
 
 def _from_probe(evidence: Evidence) -> Verdict | None:
     observed = evidence.case.observed
-    if observed == Observed():
+    if observed == Observed() or evidence.ranks == 1:
         return None
     by_bytes = _local_share(evidence)
     if by_bytes is not None:

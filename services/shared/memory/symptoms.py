@@ -8,6 +8,7 @@ from services.shared.memory.catalogue import MessageKind
 from services.shared.memory.diagnosis import Cause, Hypothesis, likely, possible
 from services.shared.memory.evidence import Evidence
 from services.shared.memory.matching import Match, Role
+from services.shared.memory.recipe import Precision
 from services.shared.memory.sites import Note, Site
 from services.shared.memory.sizes import GIB, format_size
 from services.shared.memory.wording import FailurePhase
@@ -115,14 +116,15 @@ def upcast(evidence: Evidence) -> Hypothesis | None:
         return likely(Cause.FP32_UPCAST, what, f"the log says that {Note.UPCAST}")
     observed = evidence.case.observed.dtypes
     planned = evidence.case.parameters
-    if "float32" in observed and planned is not None and str(planned) != "float32":
+    if "float32" in observed and planned not in (None, Precision.FLOAT32):
         text = f"the probe found float32 parameters where {planned} was planned"
         return likely(Cause.FP32_UPCAST, what, text)
     words = f"{evidence.case.words} {evidence.case.optimizer or ''}".lower()
     if "upcast" in words or re.search(r"cast\w* (?:\w+ ){0,4}(?:to|into) (?:fp32|float32)", words):
         return likely(Cause.FP32_UPCAST, what, "the case itself speaks of an upcast")
     wrapping = evidence.phase is FailurePhase.WRAP and not evidence.precision.full_eval
-    if wrapping and evidence.precision.mixed and evidence.shards_parameters:
+    asked = Precision.FLOAT32 in (evidence.case.parameters, evidence.precision.parameters)
+    if wrapping and evidence.precision.mixed and evidence.shards_parameters and not asked:
         text = "mixed precision raises parameters to float32 when the model is wrapped"
         return likely(Cause.FP32_UPCAST, what, text)
     return None
