@@ -52,6 +52,9 @@ def plan_of(trace: Mapping[str, Any]) -> Plan:
             "sharding": "full" if reshard else "grad_op",
             "prefetch": _PREFETCH.get(trace["prefetch"] or "", "none"),
             "attention_mask": trace["explicit_attention_mask"],
+            # SHARD_GRAD_OP was traced without original parameters, which are what keeps the
+            # checkpoint's shards alive after an upcast.
+            "upcast_after_wrap": reshard,
         }
         | {name: trace[name] for name in _SAME_NAMES}
     )

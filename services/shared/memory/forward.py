@@ -11,10 +11,13 @@ from services.shared.memory.tape import rounded
 def write_forward(run: Run, *, first: bool) -> None:
     """Write a training forward pass; afterwards activations hold all that backward needs."""
     books, job = run.books, run.job
+    left = 0
     if job.fsdp1 and first:
         _lazy_init(run)
+        left = _checkpoint_shards(run)
     elif job.fsdp1 and books.micro_batch == 0 and not job.recipe.optimizer_in_backward:
         _leftover_gradients(run)
+    books.parameters += left
     _enter_root(run)
     books.activations += job.front_bytes
     base = books.activations
@@ -27,6 +30,7 @@ def write_forward(run: Run, *, first: bool) -> None:
     books.play("root", None, job.final.forward)
     # Nothing is gathered after the root: its buffer goes when the root's forward returns.
     books.communication = 0
+    books.parameters -= left
     books.unsharded = job.units.root.whole_parameter_bytes + run.kept_bytes(job.num_layers)
 
 
@@ -80,6 +84,19 @@ def _lazy_init(run: Run) -> None:
         unsharded=root.flat_parameter_bytes,
         temporaries=kept,
     )
+
+
+def _checkpoint_shards(run: Run) -> int:
+    """Return the shards in the checkpoint's dtype that are alive in the first forward pass.
+
+    After an upcast the root's stays to the end of it, each layer's until the layer has run.
+    """
+    job = run.job
+    if not job.recipe.upcasts:
+        return 0
+    layer = job.units.layers[0].shard_elements if job.layered else 0
+    shards = job.units.root.shard_elements + layer
+    return rounded(shards * job.recipe.checkpoint.size_bytes)
 
 
 def _leftover_gradients(run: Run) -> None:

@@ -12,9 +12,9 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import Hardware
 from services.shared.memory.host import HOST_UNCERTAINTY_BYTES, HostPlan, host_plan
 from services.shared.memory.layers import check_planned
+from services.shared.memory.model_shape import Shape
 from services.shared.memory.recipe import Engine, Recipe, Sharding
 from services.shared.memory.run import Job, job_of
-from services.shared.memory.shape import Shape
 from services.shared.memory.sharding import shard_ranks
 from services.shared.memory.step import timeline
 from services.shared.memory.timeline import Components, Crossing, Phase, Point, first_past

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.shared.memory.hardware import Hardware
+from services.shared.memory.model_shape import Shape
 from services.shared.memory.plan import Plan, Verdict, plan
 from services.shared.memory.recipe import (
     Attention,
@@ -25,7 +26,6 @@ from services.shared.memory.recipe import (
     Sharding,
     Wrap,
 )
-from services.shared.memory.shape import Shape
 
 Changes = dict[str, Any]
 
@@ -261,8 +261,12 @@ def _smaller_state(recipe: Recipe) -> Iterator[_Rung]:
     if recipe.optimizer is Optimizer.SGD:
         return
     if recipe.optimizer is Optimizer.ADAMW:
+        narrow: Changes = {"optimizer": Optimizer.ADAMW_BF16, "parameters": Precision.BFLOAT16}
+        if recipe.compute is Precision.FLOAT32:
+            # FSDP gathers in the compute dtype; a wider one would restore what was not kept.
+            narrow["compute"] = Precision.BFLOAT16
         yield _Rung(
-            {"optimizer": Optimizer.ADAMW_BF16, "parameters": Precision.BFLOAT16},
+            narrow,
             "AdamW with parameters and moments in bfloat16, stochastic rounding",
             "right on average but noisier: 8 bits of mantissa in parameters and moments",
             lossless=False,

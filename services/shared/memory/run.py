@@ -15,8 +15,8 @@ from services.shared.memory.activations import (
     tables_bytes,
     tokens_of,
 )
+from services.shared.memory.model_shape import Shape
 from services.shared.memory.recipe import Engine, Offload, Recipe, Sharding
-from services.shared.memory.shape import Shape
 from services.shared.memory.sharding import (
     Units,
     layer_gradients,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from services.shared.memory.model_shape import Shape
 from services.shared.memory.recipe import (
     Embedding,
     Engine,
@@ -18,8 +19,8 @@ from services.shared.memory.recipe import (
     Sharding,
     Wrap,
 )
-from services.shared.memory.shape import Shape, Tensor, UnitKind
 from services.shared.memory.tape import rounded
+from services.shared.memory.tensors import Tensor, UnitKind
 
 # One 32-bit scale for every block of 256 states of one byte (Dettmers et al. 2022; torchao).
 _STATE_BLOCK = 256
