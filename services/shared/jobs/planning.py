@@ -138,7 +138,8 @@ def micro_batch_tokens(training: Training, chosen: Recipe) -> int:
 def shape_of(source: ModelSource, *, directory: Path | None, classes: Sequence[int]) -> shape.Shape:
     """Return the shape of a model source with a head for each of `classes`.
 
-    `directory` is where `source.path` or `source.model_id` lies. Raises memory's InvalidInput for an
+    `directory` is where `source.path` or `source.model_id` lies; `teacher` lends its vocabulary to a
+    student that starts from a config. Raises memory's InvalidInput for an
     architecture that is not known and for a config that leaves sizes to defaults.
     """
     if directory is not None:
@@ -147,6 +148,8 @@ def shape_of(source: ModelSource, *, directory: Path | None, classes: Sequence[i
     config = dict(source.config)
     if isinstance(source.tokenizer, TrainedTokenizer):
         config["vocab_size"] = source.tokenizer.vocab_size
+    elif source.tokenizer == "teacher" and teacher is not None:
+        config["vocab_size"] = teacher.dims.vocab_size
     return shape.from_config(config, heads=classes, name=str(config["model_type"]))
 
 

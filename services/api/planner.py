@@ -1,0 +1,119 @@
+"""Plans a job with what this server knows: its dataset's heads, its models, its machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from services.shared.datasets.card import DatasetCard
+from services.shared.jobs.errors import InvalidInput, NotFound
+from services.shared.jobs.places import resolve_model
+from services.shared.jobs.planning import JobPlan, engine_of, machine_of, plan_job, shape_of
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import DistillSpec, ModelSource, TeacherSpec
+from services.shared.jobs.store import Store
+from services.shared.memory import errors as memory_errors
+from services.shared.memory.layers import check_planned
+from services.shared.memory.shape import Shape, from_pretrained_directory
+
+log = structlog.get_logger(__name__)
+
+
+class Planner:
+    """Finds the shapes that a spec names and plans them."""
+
+    def __init__(self, store: Store, settings: JobSettings) -> None:
+        self._store = store
+        self._settings = settings
+
+    def __call__(self, spec: TeacherSpec | DistillSpec) -> JobPlan | None:
+        """Return the plan, or None for a model whose activations nobody has worked out.
+
+        Raises DoesNotFit with the plan, and InvalidInput naming the field.
+        """
+        classes = self._classes(spec)
+        try:
+            teacher = self._teacher(spec, classes) if isinstance(spec, DistillSpec) else None
+            source = spec.student if isinstance(spec, DistillSpec) else spec.model
+            model = self._model(source, teacher, classes)
+            for shape in (model, teacher):
+                if shape is not None:
+                    check_planned(shape.dims)
+        except memory_errors.InvalidInput as error:
+            # An architecture that the plan does not know may still train; nobody can say how large.
+            log.info("job_not_planned", why=str(error))
+            return None
+        try:
+            return plan_job(
+                spec,
+                model=model,
+                teacher=teacher,
+                machine=machine_of(spec, self._settings),
+                engine=engine_of(self._settings),
+            )
+        except memory_errors.InvalidInput as error:
+            raise InvalidInput(str(error), field=_spec_field(error.field)) from error
+
+    def _classes(self, spec: TeacherSpec | DistillSpec) -> list[int]:
+        """Return the number of classes of each head that will be trained."""
+        try:
+            card: DatasetCard = self._store.dataset(spec.dataset_id)
+        except NotFound as error:
+            raise InvalidInput(
+                f"dataset_id: there is no dataset {spec.dataset_id!r}", field="dataset_id"
+            ) from error
+        return [
+            len(head.labels) for head in card.heads if spec.heads is None or head.name in spec.heads
+        ]
+
+    def _model(self, source: ModelSource, teacher: Shape | None, classes: list[int]) -> Shape:
+        if source.layers_of_teacher is not None:
+            assert teacher is not None
+            kept = -(-teacher.num_layers // source.layers_of_teacher)
+            return teacher.with_layers(kept).with_heads(classes)
+        directory = self._directory(source)
+        return shape_of(source, directory=directory, classes=classes, teacher=teacher)
+
+    def _teacher(self, spec: DistillSpec, classes: list[int]) -> Shape:
+        named = spec.teacher
+        if named.path is not None:
+            directory = self._below_roots(named.path, field="teacher.path")
+            return from_pretrained_directory(directory, heads=classes)
+        if named.model_id is not None:
+            return self._registered(named.model_id, classes)
+        assert named.job_id is not None
+        try:
+            job = self._store.job(named.job_id)
+        except NotFound as error:
+            raise InvalidInput(
+                f"teacher.job_id: there is no job {named.job_id!r}", field="teacher.job_id"
+            ) from error
+        if job.model_id is not None:
+            return self._registered(job.model_id, classes)
+        if not isinstance(job.spec, TeacherSpec):
+            raise InvalidInput(
+                f"teacher.job_id: job {job.id} distils a student that does not exist yet",
+                field="teacher.job_id",
+            )
+        return self._model(job.spec.model, None, classes)
+
+    def _registered(self, model_id: str, classes: list[int]) -> Shape:
+        return from_pretrained_directory(self._settings.model_dir(model_id), heads=classes)
+
+    def _directory(self, source: ModelSource) -> Path | None:
+        if source.path is not None:
+            return self._below_roots(source.path, field="model.path")
+        if source.model_id is not None:
+            return self._settings.model_dir(source.model_id)
+        return None
+
+    def _below_roots(self, path: str, *, field: str) -> Path:
+        return resolve_model(path, roots=self._settings.model_roots, field=field)
+
+
+def _spec_field(field: str) -> str:
+    """Return where a spec says what the memory plan objects to."""
+    if field in ("ranks", "device", "device_memory", "host_memory"):
+        return f"resources.{field}"
+    return f"recipe.{field}" if not field.startswith("model") else field
