@@ -1,0 +1,50 @@
+"""What a spec refers to is looked up before any directory is read on its behalf."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.api.admission import Admitter
+from services.api.planner import Planner
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "max_position_embeddings": 100,
+}
+
+
+@pytest.fixture
+def client(desk: Any, tmp_path: Path) -> Any:
+    settings = desk.platform.settings
+    settings.models_dir.mkdir()
+    (settings.data_dir / "outside").mkdir()
+    (settings.data_dir / "outside" / "config.json").write_text(json.dumps(CONFIG))
+    desk.platform.admit = Admitter(settings, plan=Planner(desk.store, settings))
+    return desk.platform.client()
+
+
+@pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
+@pytest.mark.parametrize("id", ["../outside", "mdl_0", "", "..", "x" * 5000])
+def test_an_id_that_is_none_is_named_and_leads_nowhere(
+    client: Any, desk: Any, path: str, id: str
+) -> None:
+    for body, field in [
+        (desk.spec(model={"model_id": id}), "model.model_id"),
+        (desk.distill(model_id=id), "teacher.model_id"),
+        (desk.distill(job_id=id), "teacher.job_id"),
+        (desk.spec(dataset_id=id), "dataset_id"),
+    ]:
+        response = client.post(path, json=body)
+        assert response.status_code == 422
+        assert [error["field"] for error in response.json()["errors"]] == [field]
