@@ -53,6 +53,10 @@ format: $(INSTALLED) ## Let ruff format and mend what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+.PHONY: bench-distil
+bench-distil: $(INSTALLED) ## Measure what distillation is worth on the reviews (takes long)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation --write docs/distillation.md $(ARGS)
+
 .PHONY: clean
 clean: ## Remove the virtual environment and caches (data directories stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from services.shared.jobs.spec import Distillation, DistillSpec, Recipe
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.batches import Step, plan_epoch
 from services.shared.model.tokens import choose_heads, collate, load_tokenizer, read_card
+
+TELL_SECONDS = 2.0  # as often as a worker looks
 
 
 def distill(run: RunDirectory, task: RunInput, world: World, position: Position) -> Report:
@@ -87,7 +89,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         progress.phase(Phase.EVALUATING, announced)
     with probe.phase("evaluation"):
         judged = open_signals(task, teacher, lesson.judged, recipe, world, mode=mode)
-        stop = judged.fill()
+        stop = judged.fill(asking(progress))
         record = meet_teacher(teacher, judged, lesson, world) if stop is None else None
     del teacher  # its memory is free as soon as all its answers are kept
 
@@ -135,7 +137,8 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                 )
             if (mode == "cached" or (mode == "auto" and epoch > 0)) and not signals.complete:
                 progress.phase(Phase.EVALUATING, "asking the teacher what it has not answered yet")
-                stop = signals.fill()
+                with probe.phase("evaluation", step=state.step):
+                    stop = signals.fill(asking(progress))
                 if stop is not None:
                     break
             progress.phase(Phase.TRAINING)
@@ -235,6 +238,19 @@ def placement(run: RunDirectory, wanted: Distillation) -> str:
         return wanted.teacher_placement
     planned = json.loads(run.plan.read_bytes()).get("teacher_placement")
     return planned if planned in ("sharded", "replicated") else "auto"
+
+
+def asking(progress: Progress) -> Callable[[int, int], None]:
+    """Return what reports now and then how far the teacher is."""
+    told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= TELL_SECONDS:
+            told = time.monotonic()
+            progress.phase(Phase.EVALUATING, f"the teacher has answered {done} of {total} texts")
+
+    return tell
 
 
 def signal_mode(wanted: Distillation, *, hidden: bool) -> str:

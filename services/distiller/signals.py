@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -134,17 +134,24 @@ class Signals:
         assert self.complete
         return {name: values for name, values in self._answers.items() if name != TAPPED}
 
-    def fill(self) -> str | None:
-        """Ask the teacher what is still missing; return the reason if the run is to stop meanwhile."""
+    def fill(self, tell: Callable[[int, int], None] | None = None) -> str | None:
+        """Ask the teacher what is still missing; return the reason if the run is to stop meanwhile.
+
+        `tell` hears how many texts have been answered, and of how many.
+        """
         missing = self._missing().nonzero().flatten().tolist()
         if missing:
             lengths = self._sides.teacher.lengths[missing]
             steps = plan_evaluation(
                 lengths, budget_tokens=self._budget_tokens, ranks=self._world.size
             )
+            done = 0
             for step in steps:
                 (places,) = step.micro_batches[self._world.rank]
                 self._ask([missing[place] for place in places])
+                done += len(step.rows)
+                if tell is not None:
+                    tell(done, len(missing))
                 stop = agreed_stop(self._world.sum(self._world.stopping.flags()))
                 if stop is not None:
                     self.share()

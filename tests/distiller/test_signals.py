@@ -200,6 +200,15 @@ def test_hidden_states_are_kept_with_their_size_known_beforehand(setting):
     assert TAPPED not in signals.all_answers()
 
 
+def test_filling_tells_how_far_it_is(setting):
+    told = []
+    signals, _ = setting()
+    signals.for_rows(list(range(20)))
+    signals.fill(lambda done, total: told.append((done, total)))
+    assert told[-1] == (40, 40)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
 def test_a_dummy_gets_answers_of_the_right_shape(setting):
     signals, _ = setting()
     assert signals.for_rows([])["topics"].shape == (1, 2)
