@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from services.shared.memory.dimensions import BERT_LIKE, Dimensions, Family
-from services.shared.memory.layers import Tokens, play_final_norm, play_layer
+from services.shared.memory.layers import play_final_norm, play_layer
+from services.shared.memory.operations import Tokens
 from services.shared.memory.recipe import Attention, Recipe
 from services.shared.memory.tape import Moment, Tape, rounded
 
