@@ -403,6 +403,36 @@ def pretrained_weights(world: World, directory: Path) -> Any:
 
 
 @check
+def host_memory_of_loading(world: World, directory: Path) -> Any:
+    """Resident bytes at the highest while loading four files, beyond the rank's own parameters."""
+    fields = {"hidden_size": 768, "intermediate_size": 6144, "num_hidden_layers": 4}
+    if world.is_first:
+        torch.manual_seed(0)
+        backbone = build_classifier(model_config(**fields), HEADS).backbone
+        size = sum(p.numel() for p in backbone.parameters()) * 4
+        backbone.save_pretrained(str(directory), max_shard_size=size * 10 // 35)
+        del backbone
+    world.barrier()
+    sharded = empty(world, recipe(), Engine.FSDP2, **fields)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew (man 5 proc)
+    before = _status("VmRSS")
+    load_pretrained(sharded, directory, seed=0)
+    return {
+        "files": len(list(directory.glob("*.safetensors"))),
+        "beyond": _status("VmHWM")
+        - before
+        - memory_probe.storage_bytes(piece.local for piece in sharded.pieces),
+        "unit": max(unit.num_elements for unit in sharded.units) * 4,
+        "whole": sharded.num_parameters * 4,
+    }
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+@check
 def weights_that_are_refused(world: World, directory: Path) -> Any:
     write_checkpoint(directory / "good")
     for name in ("pickled", "none", "cut", "other"):

@@ -12,6 +12,13 @@ def test_weights_from_four_files_are_those_saved(measured, engine):
     assert found[engine]
 
 
+def test_loading_takes_no_more_of_the_host_than_a_chunk_beyond_the_shards(measured):
+    found = measured("host_memory_of_loading")
+    assert found["files"] == 4
+    assert found["whole"] > 200 * 2**20
+    assert found["beyond"] < 1.5 * found["unit"] + 300 * 2**20
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [

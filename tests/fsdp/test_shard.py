@@ -58,6 +58,17 @@ def test_bfloat16_compute_stays_near_float32(measured, case):
     assert curves[case] != curves["float32"]
 
 
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3_text", "bert", "xlm-roberta", "modernbert", "distilbert"]
+)
+def test_every_common_architecture_answers_sharded_as_it_does_whole(measured, engine, kind):
+    found = measured("architectures")[f"{engine} {kind}"]
+    assert found["size"] > 0.1
+    assert found["difference"] < 1e-5
+    assert found["without_gradient"] == []
+
+
 def test_recomputing_activations_changes_no_number(measured):
     kept, recomputed = measured("recomputed_layers")
     assert kept == recomputed

@@ -115,15 +115,15 @@ def _read_header(path: Path, fd: int) -> tuple[dict[str, str], dict[str, Entry]]
     return metadata, entries
 
 
-def _entry(value: Mapping[str, object], *, base: int) -> Entry:
+def _entry(value: Mapping[str, Any], *, base: int) -> Entry:
     kind, shape, span = value["dtype"], value["shape"], value["data_offsets"]
     if kind not in DTYPES:
         raise ValueError(f"dtype {kind} is not supported")
-    assert isinstance(kind, str)
-    assert isinstance(shape, list)
-    assert isinstance(span, list)
-    entry = Entry(DTYPES[kind], tuple(int(n) for n in shape), base + int(span[0]))
-    if int(span[1]) - int(span[0]) != entry.num_elements * entry.dtype.itemsize:
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, *span)):
+        raise ValueError(f"shape {shape} or offsets {span} are no sizes")
+    begin, end = span
+    entry = Entry(DTYPES[kind], tuple(shape), base + begin)
+    if end - begin != entry.num_elements * entry.dtype.itemsize:
         raise ValueError(f"a {kind} tensor of shape {shape} does not fill {span}")
     return entry
 
