@@ -86,16 +86,19 @@ def final_cost(dims: Dimensions, tokens: Tokens, *, saving: bool) -> FinalCost:
     size = tokens.total * dims.hidden_size * tokens.value_bytes
     tape = Tape(saving=saving)
     x = tape.given(size, "last hidden state")
+    holders = x.holders
     out = play_final_norm(tape, dims, tokens, x)
     forward = tuple(tape.records)
-    # Without a final norm the heads hold on to the last layer's output itself.
-    saved = rounded(size) if out is x else tape.live_bytes
+    # A LayerNorm saves its input; without a final norm the heads hold on to that themselves.
+    kept = rounded(size) if out is x or x.holders > holders else 0
+    saved = kept if out is x else kept + tape.live_bytes
     tape.drop(out)  # the heads let go of it before its gradient is made
     tape.restart()
     if saving and out is not x:
         # The gradient of the one pooled token is a whole tensor of zeros but for its row.
         tape.play_backward(out, tape.op("pooling backward", size))
-    return FinalCost(forward, saved, tuple(tape.records))
+    backward = tuple(m._replace(live_bytes=m.live_bytes + kept) for m in tape.records)
+    return FinalCost(forward, saved, backward)
 
 
 def front_bytes(dims: Dimensions, tokens: Tokens) -> int:
@@ -114,12 +117,13 @@ _DROPOUT_IN_FRONT = BERT_LIKE | {Family.GPT_BIGCODE}
 
 
 def mask_bytes(dims: Dimensions, tokens: Tokens) -> int:
-    """Return the attention mask that all layers share: one, or two where some slide a window."""
+    """Return the attention masks that layers share: one, or two where only some slide a window."""
     if not tokens.mask:
         return 0
     value = tokens.value_bytes if tokens.attention is Attention.EAGER else 1
     mask = rounded(tokens.batch * tokens.sequence_length**2 * value)
-    return 2 * mask if dims.window and dims.window < tokens.sequence_length else mask
+    mixed = dims.family in _MIXED_WINDOWS or (dims.family in _OPTIONAL_WINDOWS and dims.window)
+    return 2 * mask if mixed else mask
 
 
 def tables_bytes(dims: Dimensions, tokens: Tokens) -> int:
@@ -127,10 +131,14 @@ def tables_bytes(dims: Dimensions, tokens: Tokens) -> int:
     length, c = tokens.sequence_length, tokens.value_bytes
     rotary = 0
     if dims.family not in _WITHOUT_ROTARY:
-        rotary = 2 * rounded(c * length * dims.head_dim)
+        tables = 4 if dims.family is Family.GEMMA3 else 2  # Gemma 3: one base for each kind
+        rotary = tables * rounded(c * length * dims.head_dim)
     return mask_bytes(dims, tokens) + rotary + 2 * rounded(8 * tokens.total)
 
 
+# transformers builds both masks for these, whether or not a text is longer than the window.
+_MIXED_WINDOWS = {Family.GEMMA2, Family.GEMMA3, Family.MODERNBERT}
+_OPTIONAL_WINDOWS = {Family.QWEN2, Family.QWEN3}
 _WITHOUT_ROTARY = BERT_LIKE | {Family.GPT_BIGCODE, Family.OPT}
 
 

@@ -251,17 +251,18 @@ def _root(run: Run) -> None:
 def _keep_whole(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> None:
     """Raise whole gradients to the reduce dtype where FSDP2 keeps them for a later micro-batch.
 
-    One by one, each letting go of what it was raised from.
+    One by one, each letting go of what it was raised from, the embedding's first.
     """
     if unit.held_gradient_bytes <= unit.whole_gradient_bytes or run.books.micro_batch > 0:
         return
+    largest = rounded(unit.largest_tensor_elements * run.job.recipe.reduce.size_bytes)
     run.books.mark(
         unit.name,
         index,
         "whole gradients in the reduce dtype",
-        request_bytes=unit.largest_tensor_elements * run.job.recipe.reduce.size_bytes,
+        request_bytes=largest,
         communication=ahead,
-        unsharded_gradients=unit.held_gradient_bytes,
+        unsharded_gradients=max(unit.held_gradient_bytes, unit.whole_gradient_bytes + largest),
     )
 
 
