@@ -125,11 +125,10 @@ def read_lesson(
 
     def sides(corpus: Corpus) -> Sides:
         max_length = task.spec.training.max_length
-        return Sides(
-            corpus,
-            tokenise(corpus.rows, student, max_length=max_length),
-            tokenise(corpus.rows, teacher, max_length=teacher_max_length),
-        )
+        ours = tokenise(corpus.rows, student, max_length=max_length)
+        if teacher is student and teacher_max_length == max_length:
+            return Sides(corpus, ours, ours)
+        return Sides(corpus, ours, tokenise(corpus.rows, teacher, max_length=teacher_max_length))
 
     validation = sides(parts[Split.VALIDATION])
     judged_split = Split.TEST if len(parts[Split.TEST]) else Split.VALIDATION

@@ -5,21 +5,19 @@ Legend: B texts of a micro-batch, C classes of a head, K matched layers, H hidde
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from services.distiller.corpus import Lesson, Sides, read_lesson
-from services.distiller.evaluate import single_text_seconds
+from services.distiller.corpus import read_lesson
 from services.distiller.objective import matched_layers, plan_objective
-from services.distiller.publish import TeacherRecord, publish
-from services.distiller.signals import Signals, signal_file
-from services.distiller.student import fill_student, plan_start
-from services.distiller.teacher import Teacher, place_teacher, read_teacher
+from services.distiller.publish import meet_teacher, publish
+from services.distiller.signal_file import hash_teacher
+from services.distiller.signals import open_signals, signal_mode
+from services.distiller.student import fill_student, plan_start, teacher_tokenizer
+from services.distiller.teacher import place_teacher, planned_placement, read_teacher
 from services.shared.fsdp import standing
 from services.shared.fsdp.assemble import chosen_recipe, shard_model, token_budget
 from services.shared.fsdp.memory_probe import MemoryProbe
@@ -28,10 +26,10 @@ from services.shared.fsdp.predictions import evaluate, predict_split
 from services.shared.fsdp.process import Position, RunFailed, World, agreed_stop, blame, seed_step
 from services.shared.fsdp.progress import Progress
 from services.shared.jobs.rundir import Report, RunDirectory, RunInput, write_json
-from services.shared.jobs.spec import Distillation, DistillSpec, Recipe
+from services.shared.jobs.spec import DistillSpec
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.batches import Step, plan_epoch
-from services.shared.model.tokens import choose_heads, collate, load_tokenizer, read_card
+from services.shared.model.tokens import choose_heads, collate, read_card
 
 TELL_SECONDS = 2.0  # as often as a worker looks
 
@@ -55,17 +53,17 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                 task,
                 heads,
                 student=start.tokenizer,
-                teacher=load_tokenizer(files.directory),
+                teacher=teacher_tokenizer(task.spec, start, files),
                 teacher_max_length=files.max_length,
             )
     train, pad_id = lesson.train.student, start.tokenizer.pad_token_id
     with blame(Reason.BAD_SPEC):
         objective = plan_objective(lesson, wanted, training, device=world.device)
-    matched = matched_layers(
-        wanted,
-        student_layers=start.config.num_hidden_layers,
-        teacher_layers=files.config.num_hidden_layers,
-    )
+        matched = matched_layers(
+            wanted,
+            student_layers=start.config.num_hidden_layers,
+            teacher_layers=files.config.num_hidden_layers if files.linear_heads else None,
+        )
 
     progress.phase(Phase.WRAPPING)
     with probe.phase("wrap"):
@@ -78,17 +76,22 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         optimizer = build_optimizer(student, training, world)
         probe.watch(student, optimizer)
         state = standing.resume(run, task, student, optimizer)
-        teacher = place_teacher(files, wanted=placement(run, wanted), recipe=recipe, world=world)
+        teacher = place_teacher(
+            files, wanted=planned_placement(run, wanted), recipe=recipe, world=world
+        )
 
     progress.phase(Phase.EVALUATING, f"asking the {teacher.placement} teacher the held-out texts")
     mode = signal_mode(wanted, hidden=bool(matched))
     tap = [layer for _, layer in matched]
-    signals = open_signals(task, teacher, lesson.train, recipe, world, mode=mode, tap=tap)
+    hashes = None
+    if mode != "online" and task.cache_dir is not None and world.is_first:
+        hashes = hash_teacher(files.directory)
+    signals = open_signals(task, teacher, hashes, lesson.train, recipe, world, tap=tap)
     if mode != "online":
         announced = f"the teacher's answers take {signals.num_bytes / 2**20:.1f} MiB"
         progress.phase(Phase.EVALUATING, announced)
     with probe.phase("evaluation"):
-        judged = open_signals(task, teacher, lesson.judged, recipe, world, mode=mode)
+        judged = open_signals(task, teacher, hashes, lesson.judged, recipe, world)
         stop = judged.fill(asking(progress))
         record = meet_teacher(teacher, judged, lesson, world) if stop is None else None
     del teacher  # its memory is free as soon as all its answers are kept
@@ -222,22 +225,14 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                 world,
                 state,
                 tokenizer=start.tokenizer,
-                epochs=state.step / steps_per_epoch,
-                details=details(lesson, state, steps_per_epoch) | {"signals": mode},
+                steps_per_epoch=steps_per_epoch,
+                signals=mode,
             )
     if world.is_first:
         write_json(run.report, report)
     progress.phase(Phase.FINISHING)
     world.barrier()
     return report
-
-
-def placement(run: RunDirectory, wanted: Distillation) -> str:
-    """Return how the teacher is to lie on the ranks: where the spec says auto, as it was planned."""
-    if wanted.teacher_placement != "auto" or not run.plan.exists():
-        return wanted.teacher_placement
-    planned = json.loads(run.plan.read_bytes()).get("teacher_placement")
-    return planned if planned in ("sharded", "replicated") else "auto"
 
 
 def asking(progress: Progress) -> Callable[[int, int], None]:
@@ -251,61 +246,3 @@ def asking(progress: Progress) -> Callable[[int, int], None]:
             progress.phase(Phase.EVALUATING, f"the teacher has answered {done} of {total} texts")
 
     return tell
-
-
-def signal_mode(wanted: Distillation, *, hidden: bool) -> str:
-    """Return when the teacher is asked; hidden states are kept only where the spec says so."""
-    return "online" if hidden and not wanted.cache_hidden else wanted.signals
-
-
-def open_signals(
-    task: RunInput,
-    teacher: Teacher,
-    sides: Sides,
-    recipe: Recipe,
-    world: World,
-    *,
-    mode: str,
-    tap: Sequence[int] = (),
-) -> Signals:
-    """Return the teacher's answers to a corpus, as far as an earlier job has kept them."""
-    file = None
-    if mode != "online" and task.cache_dir is not None and world.is_first and len(sides.corpus):
-        precision = str(recipe.compute)
-        file = signal_file(task.cache_dir, teacher.files, sides, precision=precision, tap=tap)
-    budget_tokens = token_budget(recipe, task.spec.training)
-    with blame(Reason.BAD_SPEC):
-        return Signals(teacher, sides, world, budget_tokens=budget_tokens, tap=tap, file=file)
-
-
-def meet_teacher(teacher: Teacher, judged: Signals, lesson: Lesson, world: World) -> TeacherRecord:
-    """Return what the report says of the teacher; its speed includes sharding where it is sharded."""
-    seconds = single_text_seconds(
-        teacher,
-        teacher.tokenizer,
-        lesson.judged.corpus.rows.texts,
-        max_length=teacher.files.max_length,
-        device=world.device,
-    )
-    logits = {name: values.numpy() for name, values in judged.all_answers().items()}
-    return TeacherRecord(teacher.files, teacher.placement, logits, seconds)
-
-
-def details(lesson: Lesson, state: standing.LoopState, steps_per_epoch: int) -> dict[str, Any]:
-    """Return what the report says beside the evaluation."""
-    best = state.best.step if state.best else state.step
-    return {
-        "best_step": best,
-        "best_epoch": best / steps_per_epoch,
-        "stopped_early": state.finished,
-        "padding_share": state.padding_share,
-        "real_tokens": state.real_tokens,
-        "epoch_seconds": state.epoch_seconds,
-        "training_texts": len(lesson.train.corpus),
-        "unlabelled_texts": lesson.unlabelled,
-        "unlabelled_texts_left_out": lesson.left_out,
-        "truncated_texts": {
-            "student": lesson.train.student.truncated,
-            "teacher": lesson.train.teacher.truncated,
-        },
-    }

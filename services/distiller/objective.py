@@ -118,11 +118,19 @@ def plan_objective(
 
 
 def matched_layers(
-    wanted: Distillation, *, student_layers: int, teacher_layers: int
+    wanted: Distillation, *, student_layers: int, teacher_layers: int | None
 ) -> list[tuple[int, int]]:
-    """Return (student layer, teacher layer) pairs whose states are matched; none by default."""
+    """Return (student layer, teacher layer) pairs whose states are matched; none by default.
+
+    Raises ValueError for a teacher whose states cannot be tapped (None layers).
+    """
     if not (wanted.hidden_weight or wanted.hidden_weight_final):
         return []
+    if teacher_layers is None:
+        raise ValueError(
+            "distillation.hidden_weight: the hidden states of an encoder classifier made elsewhere "
+            "cannot be matched; set it to 0"
+        )
     return layer_map(
         student_layers=student_layers,
         teacher_layers=teacher_layers,

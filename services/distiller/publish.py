@@ -10,7 +10,8 @@ import torch
 
 from services.distiller.corpus import Lesson
 from services.distiller.evaluate import calibrate, compare, single_text_seconds
-from services.distiller.teacher import TeacherFiles
+from services.distiller.signals import Signals
+from services.distiller.teacher import Teacher, TeacherFiles
 from services.shared.fsdp.assemble import token_budget
 from services.shared.fsdp.export import export_weights
 from services.shared.fsdp.predictions import predict_split
@@ -45,6 +46,19 @@ class TeacherRecord:
     placement: str
     logits: dict[str, Array]  # on the judged texts
     single_text_seconds: float | None
+
+
+def meet_teacher(teacher: Teacher, judged: Signals, lesson: Lesson, world: World) -> TeacherRecord:
+    """Return what the report says of the teacher; its speed includes sharding where it is sharded."""
+    seconds = single_text_seconds(
+        teacher,
+        teacher.tokenizer,
+        lesson.judged.corpus.rows.texts,
+        max_length=teacher.files.max_length,
+        device=world.device,
+    )
+    logits = {name: values.numpy() for name, values in judged.all_answers().items()}
+    return TeacherRecord(teacher.files, teacher.placement, logits, seconds)
 
 
 def judge(
@@ -92,8 +106,8 @@ def publish(
     state: LoopState,
     *,
     tokenizer: Any,
-    epochs: float,
-    details: dict[str, Any],
+    steps_per_epoch: int,
+    signals: str,
 ) -> Report:
     """Judge the student, write its artifact, try it once as it was written, and report."""
     assert isinstance(task.spec, DistillSpec)
@@ -119,12 +133,12 @@ def publish(
     report = Report(
         outcome="succeeded",
         steps=state.step,
-        epochs=epochs,
+        epochs=state.step / steps_per_epoch,
         seconds=state.seconds,
         artifact=run.export.name,
         heads=[head.model_dump(mode="json") for head in lesson.heads],
         evaluation=evaluation,
-        details=details,
+        details=_details(lesson, state, steps_per_epoch) | {"signals": signals},
     )
     if world.is_first:
         tokenizer.save_pretrained(str(aside))
@@ -163,6 +177,26 @@ def publish(
         )
     world.barrier()
     return report
+
+
+def _details(lesson: Lesson, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
+    """Return what the report says beside the evaluation."""
+    best = state.best.step if state.best else state.step
+    return {
+        "best_step": best,
+        "best_epoch": best / steps_per_epoch,
+        "stopped_early": state.finished,
+        "padding_share": state.padding_share,
+        "real_tokens": state.real_tokens,
+        "epoch_seconds": state.epoch_seconds,
+        "training_texts": len(lesson.train.corpus),
+        "unlabelled_texts": lesson.unlabelled,
+        "unlabelled_texts_left_out": lesson.left_out,
+        "truncated_texts": {
+            "student": lesson.train.student.truncated,
+            "teacher": lesson.train.teacher.truncated,
+        },
+    }
 
 
 def _read_back(run: RunDirectory, lesson: Lesson, device: torch.device) -> Classifier:

@@ -7,77 +7,26 @@ H hidden size of the teacher.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from services.distiller.corpus import Sides
-from services.distiller.teacher import Teacher, TeacherFiles
-from services.shared.fsdp.process import RunFailed, World, agreed_stop
-from services.shared.fsdp.tensor_files import sync_directory
+from services.distiller.signal_file import SignalFile, TeacherHashes, signal_file
+from services.distiller.teacher import Teacher
+from services.shared.fsdp.assemble import token_budget
+from services.shared.fsdp.process import RunFailed, World, agreed_stop, blame
+from services.shared.jobs.rundir import RunInput
+from services.shared.jobs.spec import Distillation, Recipe
 from services.shared.jobs.state import Reason
-from services.shared.model.artifact import file_sha256, weights_sha256
 from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import collate
 
-log = logging.getLogger(__name__)
-
 # Elements of one collective: 64 MiB of float32.
 CHUNK_ELEMENTS = 16 * 2**20
-
-
-class Identity(BaseModel):
-    """What kept answers are answers to; one field that differs makes them useless."""
-
-    model_config = ConfigDict(frozen=True)
-
-    teacher_sha256: str  # weights, heads and config
-    tokenizer_sha256: str
-    text_sha256: str  # of all texts, in order
-    max_length: int  # tokens after which the teacher's texts are cut
-    precision: str
-    outputs: dict[str, list[int]]  # head -> the teacher's classes in the order kept; tapped layers
-
-
-class SignalFile:
-    """One safetensors file of answers, whole or not there at all."""
-
-    def __init__(self, path: Path, identity: Identity) -> None:
-        self.path = path
-        self.identity = identity
-
-    def read(self) -> dict[str, Tensor] | None:
-        """Return the answers; None, with a warning that names the difference, where they do not match."""
-        if not self.path.exists():
-            return None
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                kept = Identity.model_validate_json((file.metadata() or {})["identity"])
-                difference = _difference(kept, self.identity)
-                if difference is None:
-                    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            difference = f"it cannot be read ({error})"
-        log.warning("The teacher's kept answers in %s are ignored: %s.", self.path, difference)
-        return None
-
-    def write(self, answers: dict[str, Tensor]) -> None:
-        """Keep answers, rows of NaN standing for those not asked yet. Raises OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f".{self.path.name}.partial")
-        save_file(answers, aside, metadata={"identity": self.identity.model_dump_json()})
-        aside.replace(self.path)
-        sync_directory(self.path.parent)
 
 
 class Signals:
@@ -142,9 +91,10 @@ class Signals:
         missing = self._missing().nonzero().flatten().tolist()
         if missing:
             lengths = self._sides.teacher.lengths[missing]
-            steps = plan_evaluation(
-                lengths, budget_tokens=self._budget_tokens, ranks=self._world.size
-            )
+            with blame(Reason.BAD_SPEC):
+                steps = plan_evaluation(
+                    lengths, budget_tokens=self._budget_tokens, ranks=self._world.size
+                )
             done = 0
             for step in steps:
                 (places,) = step.micro_batches[self._world.rank]
@@ -223,68 +173,35 @@ class Signals:
                 part.copy_(total / count)  # 0 / 0 where no rank has one
 
 
-def signal_file(
-    cache_dir: Path, teacher: TeacherFiles, sides: Sides, *, precision: str, tap: Sequence[int]
-) -> SignalFile:
-    """Return where answers of this teacher to these texts are kept."""
-    outputs = {name: list(order) for name, order in teacher.columns.items()}
-    if tap:
-        outputs[TAPPED] = list(tap)
-    identity = Identity(
-        teacher_sha256=_teacher_sha256(teacher),
-        tokenizer_sha256=_tokenizer_sha256(teacher.directory),
-        text_sha256=_text_sha256(sides.corpus.rows.texts),
-        max_length=teacher.max_length,
-        precision=precision,
-        outputs=outputs,
-    )
-    # The name says whose answers to what; whether they still hold is for the hashes to say.
-    about = [str(teacher.directory), sorted(outputs), [s.name for s in sides.corpus.sources]]
-    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    dataset = sides.corpus.sources[0].name.replace("/", "-")
-    return SignalFile(cache_dir / f"{dataset}-{name}.safetensors", identity)
+def signal_mode(wanted: Distillation, *, hidden: bool) -> str:
+    """Return when the teacher is asked; hidden states are kept only where the spec says so."""
+    return "online" if hidden and not wanted.cache_hidden else wanted.signals
 
 
-def _difference(kept: Identity, now: Identity) -> str | None:
-    for field, what in (
-        ("teacher_sha256", "the hash of the teacher's weights"),
-        ("tokenizer_sha256", "the hash of the teacher's tokenizer"),
-        ("text_sha256", "the hash of the texts"),
-        ("max_length", "the truncation"),
-        ("precision", "the precision"),
-        ("outputs", "the set of heads, classes or layers"),
-    ):
-        before, after = getattr(kept, field), getattr(now, field)
-        if before != after:
-            return f"{what} was {_short(before)}, now it is {_short(after)}"
-    return None
+def open_signals(
+    task: RunInput,
+    teacher: Teacher,
+    hashes: TeacherHashes | None,
+    sides: Sides,
+    recipe: Recipe,
+    world: World,
+    *,
+    tap: Sequence[int] = (),
+) -> Signals:
+    """Return the teacher's answers to a corpus, as far as an earlier job has kept them.
 
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 24 else text[:12]
-
-
-def _teacher_sha256(teacher: TeacherFiles) -> str:
-    digest = hashlib.sha256(weights_sha256(teacher.directory).encode())
-    digest.update(file_sha256(teacher.directory / "config.json").encode())
-    return digest.hexdigest()
-
-
-def _tokenizer_sha256(directory: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        # Whatever is neither weights nor about the model belongs to the tokenizer.
-        if path.suffix in (".json", ".txt", ".model") and path.stem.lower().startswith(
-            ("token", "vocab", "merges", "special", "added", "spiece", "sentencepiece", "bpe")
-        ):
-            digest.update(f"{path.name} {file_sha256(path)}\n".encode())
-    return digest.hexdigest()
-
-
-def _text_sha256(texts: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        data = text.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+    Without `hashes` nothing is kept on disk; only rank 0 has them.
+    """
+    file = None
+    if hashes is not None and len(sides.corpus):
+        assert task.cache_dir is not None
+        file = signal_file(
+            task.cache_dir,
+            teacher.files,
+            hashes,
+            sides.corpus,
+            precision=str(recipe.compute),
+            tap=tap,
+        )
+    budget_tokens = token_budget(recipe, task.spec.training)
+    return Signals(teacher, sides, world, budget_tokens=budget_tokens, tap=tap, file=file)

@@ -63,6 +63,13 @@ def plan_start(run: RunDirectory, task: RunInput, teacher: TeacherFiles, world: 
     return start
 
 
+def teacher_tokenizer(spec: DistillSpec, start: Start, files: TeacherFiles) -> Any:
+    """Return the teacher's tokenizer: the student's own where it has taken it over."""
+    if spec.student.tokenizer == "teacher":
+        return start.tokenizer
+    return load_tokenizer(files.directory)
+
+
 def fill_student(student: Sharded, start: Start, teacher: TeacherFiles, *, seed: int) -> None:
     """Give the student its first weights; one cut from its teacher begins with the teacher's heads.
 

@@ -5,6 +5,7 @@ Legend: B texts, S tokens, C classes of a head, K tapped layers, H hidden size o
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from services.shared.fsdp.assemble import read_config, shard_model
 from services.shared.fsdp.load import load_pretrained
 from services.shared.fsdp.process import RunFailed, World, blame
 from services.shared.fsdp.shard import DTYPES, Sharded
-from services.shared.jobs.spec import Recipe
+from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.spec import Distillation, Recipe
 from services.shared.jobs.state import Reason
 from services.shared.model.artifact import (
     HEADS_FILE,
@@ -136,6 +138,14 @@ class Teacher:
     def ask(self, batch: Batch, tap: Sequence[int] = ()) -> dict[str, Tensor]:
         """Answer a batch on its device."""
         return self(batch.input_ids, batch.attention_mask, tap)
+
+
+def planned_placement(run: RunDirectory, wanted: Distillation) -> str:
+    """Return how the teacher is to lie on the ranks: where the spec says auto, as it was planned."""
+    if wanted.teacher_placement != "auto" or not run.plan.exists():
+        return wanted.teacher_placement
+    planned = json.loads(run.plan.read_bytes()).get("teacher_placement")
+    return planned if planned in ("sharded", "replicated") else "auto"
 
 
 def place_teacher(files: TeacherFiles, *, wanted: str, recipe: Recipe, world: World) -> Teacher:

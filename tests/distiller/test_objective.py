@@ -124,3 +124,8 @@ def test_layers_are_matched_only_where_hidden_states_count():
     assert matched_layers(Distillation(), student_layers=2, teacher_layers=4) == []
     later = Distillation(hidden_weight_final=0.5, hidden_layers="spread")
     assert matched_layers(later, student_layers=2, teacher_layers=4) == [(1, 2), (2, 4)]
+
+
+def test_a_teacher_whose_states_cannot_be_tapped_is_refused():
+    with pytest.raises(ValueError, match="hidden_weight: the hidden states of an encoder"):
+        matched_layers(Distillation(hidden_weight=1.0), student_layers=2, teacher_layers=None)

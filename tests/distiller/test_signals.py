@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.distiller.corpus import Corpus, Sides, read_corpus
-from services.distiller.signals import SignalFile, Signals, signal_file
+from services.distiller.signal_file import SignalFile, hash_teacher, signal_file
+from services.distiller.signals import Signals
 from services.distiller.teacher import Teacher, TeacherFiles, place_teacher, read_teacher
 from services.shared.datasets.card import Split
 from services.shared.fsdp.process import RunFailed
@@ -57,7 +58,14 @@ def setting(own_teacher_dir, dataset_dir, world, tmp_path):
         teacher = place_teacher(files, wanted="replicated", recipe=RECIPE, world=world)
         teacher.__class__ = Counting
         sides = sides or read_sides(dataset_dir, files, max_length)
-        file = signal_file(tmp_path / "kept", files, sides, precision=precision, tap=tap)
+        file = signal_file(
+            tmp_path / "kept",
+            files,
+            hash_teacher(own_teacher_dir),
+            sides.corpus,
+            precision=precision,
+            tap=tap,
+        )
         return Signals(teacher, sides, world, budget_tokens=256, tap=tap, file=file), teacher
 
     return make
@@ -245,7 +253,9 @@ def test_the_file_of_another_teacher_has_another_name(
     for directory in (own_teacher_dir, teacher_dir):
         files = read_files(directory)
         sides = read_sides(dataset_dir, files)
-        paths.add(signal_file(tmp_path, files, sides, precision="float32", tap=()).path)
+        hashes = hash_teacher(directory)
+        file = signal_file(tmp_path, files, hashes, sides.corpus, precision="float32", tap=())
+        paths.add(file.path)
     assert len(paths) == 2
 
 
@@ -256,7 +266,7 @@ def test_a_file_is_whole_or_not_there(setting, tmp_path, monkeypatch):
         Path(path).write_bytes(b"half")
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("services.distiller.signals.save_file", fail)
+    monkeypatch.setattr("services.distiller.signal_file.save_file", fail)
     with pytest.raises(OSError, match="the disk is full"):
         signals.fill()
     assert not list((tmp_path / "kept").glob("*.safetensors"))

@@ -1,0 +1,147 @@
+"""Where a teacher's answers are kept between jobs, and what makes them useless.
+
+One safetensors file per teacher and corpus. Whose answers to what it holds is in its name; whether they
+still hold is for the hashes in its header to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.distiller.corpus import Corpus
+from services.distiller.teacher import TeacherFiles
+from services.shared.fsdp.tensor_files import sync_directory
+from services.shared.model.artifact import file_sha256, weights_sha256
+from services.shared.model.classifier import TAPPED
+
+log = logging.getLogger(__name__)
+
+
+class Identity(BaseModel):
+    """What kept answers are answers to; one field that differs makes them useless."""
+
+    model_config = ConfigDict(frozen=True)
+
+    teacher_sha256: str  # weights, heads and config
+    tokenizer_sha256: str
+    text_sha256: str  # of all texts, in order
+    max_length: int  # tokens after which the teacher's texts are cut
+    precision: str
+    outputs: dict[str, list[int]]  # head -> the teacher's classes in the order kept; tapped layers
+
+
+@dataclass(frozen=True)
+class TeacherHashes:
+    """What a teacher on disk is, byte for byte; reading a large one takes minutes."""
+
+    model: str  # weights, heads and config
+    tokenizer: str
+
+
+class SignalFile:
+    """One safetensors file of answers, whole or not there at all."""
+
+    def __init__(self, path: Path, identity: Identity) -> None:
+        self.path = path
+        self.identity = identity
+
+    def read(self) -> dict[str, Tensor] | None:
+        """Return the answers; None, with a warning that names the difference, where they do not match."""
+        if not self.path.exists():
+            return None
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                kept = Identity.model_validate_json((file.metadata() or {})["identity"])
+                difference = _difference(kept, self.identity)
+                if difference is None:
+                    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            difference = f"it cannot be read ({error})"
+        log.warning("The teacher's kept answers in %s are ignored: %s.", self.path, difference)
+        return None
+
+    def write(self, answers: dict[str, Tensor]) -> None:
+        """Keep answers, rows of NaN standing for those not asked yet. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_name(f".{self.path.name}.partial")
+        save_file(answers, aside, metadata={"identity": self.identity.model_dump_json()})
+        aside.replace(self.path)
+        sync_directory(self.path.parent)
+
+
+def hash_teacher(directory: Path) -> TeacherHashes:
+    """Read a teacher's files whole and return their hashes. Raises OSError."""
+    model = hashlib.sha256(weights_sha256(directory).encode())
+    model.update(file_sha256(directory / "config.json").encode())
+    tokenizer = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".json", ".txt", ".model") and path.stem.lower().startswith(
+            ("token", "vocab", "merges", "special", "added", "spiece", "sentencepiece", "bpe")
+        ):
+            tokenizer.update(f"{path.name} {file_sha256(path)}\n".encode())
+    return TeacherHashes(model.hexdigest(), tokenizer.hexdigest())
+
+
+def signal_file(
+    cache_dir: Path,
+    teacher: TeacherFiles,
+    hashes: TeacherHashes,
+    corpus: Corpus,
+    *,
+    precision: str,
+    tap: Sequence[int],
+) -> SignalFile:
+    """Return where answers of this teacher to these texts are kept."""
+    outputs = {name: list(order) for name, order in teacher.columns.items()}
+    if tap:
+        outputs[TAPPED] = list(tap)
+    identity = Identity(
+        teacher_sha256=hashes.model,
+        tokenizer_sha256=hashes.tokenizer,
+        text_sha256=_text_sha256(corpus.rows.texts),
+        max_length=teacher.max_length,
+        precision=precision,
+        outputs=outputs,
+    )
+    about = [str(teacher.directory), sorted(outputs), [s.name for s in corpus.sources]]
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    dataset = corpus.sources[0].name.replace("/", "-")
+    return SignalFile(cache_dir / f"{dataset}-{name}.safetensors", identity)
+
+
+def _difference(kept: Identity, now: Identity) -> str | None:
+    for field, what in (
+        ("teacher_sha256", "the hash of the teacher's weights"),
+        ("tokenizer_sha256", "the hash of the teacher's tokenizer"),
+        ("text_sha256", "the hash of the texts"),
+        ("max_length", "the truncation"),
+        ("precision", "the precision"),
+        ("outputs", "the set of heads, classes or layers"),
+    ):
+        before, after = getattr(kept, field), getattr(now, field)
+        if before != after:
+            return f"{what} was {_short(before)}, now it is {_short(after)}"
+    return None
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 24 else text[:12]
+
+
+def _text_sha256(texts: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
