@@ -41,6 +41,23 @@ up: $(INSTALLED) ## Start the platform on this machine: no Docker, Ctrl-C stops 
 test: $(INSTALLED) ## Run all tests; starts the servers that they need
 	$(BIN)/python -m pytest $(ARGS)
 
+COMPAT := .venv-compat
+COMPAT_INSTALLED := $(COMPAT)/.installed
+
+$(COMPAT_INSTALLED): pyproject.toml constraints.compat.txt | python
+	@test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	@echo "Installing torch 2.5.1 and its companions into $(COMPAT) (several GB where pip takes the CUDA build) ..."
+	@$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.compat.txt -e '.[dev]'
+	@touch $@
+
+.PHONY: compat
+compat: $(COMPAT_INSTALLED) ## Run the tests of ranks and system on torch 2.5.1 (FSDP1), the stack of a DCU
+	$(COMPAT)/bin/python -m pytest tests/model tests/fsdp tests/trainer tests/distiller tests/system $(ARGS)
+
+.PHONY: env
+env: python ## Write .env for this machine and make the first API key, for docker compose
+	$(PYTHON) docker/write_env.py .
+
 .PHONY: check
 check: $(INSTALLED) ## Format, lint, types, walls
 	$(BIN)/ruff format --check .
