@@ -311,7 +311,7 @@ def _fused_attention_layer(dims: Dimensions) -> tuple[Tensor, ...]:
 
 
 def _t5_block(dims: Dimensions, side: str, index: int) -> tuple[Tensor, ...]:
-    h, q, at = dims.hidden_size, dims.query_size, "layer.0.SelfAttention"
+    h, at = dims.hidden_size, "layer.0.SelfAttention"
     tensors = _t5_attention(dims, at)
     if index == 0:
         # 32 buckets of relative distance: T5Config.relative_attention_num_buckets.
@@ -325,7 +325,6 @@ def _t5_block(dims: Dimensions, side: str, index: int) -> tuple[Tensor, ...]:
     for name in names:
         tensors += _linear(f"{last}.DenseReluDense.{name}", dims.intermediate_size, h)
     tensors += _linear(f"{last}.DenseReluDense.wo", h, dims.intermediate_size)
-    assert q > 0
     return (*tensors, Tensor(f"{last}.layer_norm.weight", (h,)))
 
 
