@@ -29,7 +29,7 @@ from services.shared.memory.recipe import (
 )
 from services.shared.memory.shape import Shape
 from services.shared.memory.sizes import format_size
-from services.shared.memory.timeline import Phase
+from services.shared.memory.timeline import Phase, Point
 from services.shared.memory.token_search import (
     TOKENS_GRID,
     TYPICAL_TOKENS,
@@ -38,6 +38,7 @@ from services.shared.memory.token_search import (
     Solution,
     find_tokens,
     printed_moments,
+    scaling_grids,
 )
 from services.shared.memory.wording import FailurePhase, Framework, cards_listed
 
@@ -89,6 +90,7 @@ def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
     single = {"accumulate": 1, "reduce_each": True}
     once = {} if case.accumulate else single
     state = state_precision(evidence)
+    small = {**once, "optimizer_impl": told or OptimizerImpl.FUSED}
     if told in (None, OptimizerImpl.FUSED, OptimizerImpl.FOR_LOOP):
         kind = told or OptimizerImpl.FUSED
         yield Scenario(
@@ -104,29 +106,29 @@ def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
         yield Scenario(
             "sharded, gradient accumulation without reduction (no_sync)",
             Cause.CAPACITY,
-            {"accumulate": case.accumulate or 2, "reduce_each": False},
+            {**small, "accumulate": case.accumulate or 2, "reduce_each": False},
         )
     if evidence.sharding is not Sharding.GRAD_OP:
         by_environment = evidence.framework is Framework.FSDP1
         yield Scenario(
             "SHARD_GRAD_OP: parameters stay gathered until backward",
             Cause.CAPACITY,
-            {**once, "sharding": Sharding.GRAD_OP},
+            {**small, "sharding": Sharding.GRAD_OP},
             caveat="only if FSDP_SHARDING_STRATEGY is set in the environment" * by_environment,
         )
     if case.parameters is None and evidence.precision.parameters is None:
-        halves = {**once, "parameters": Precision.BFLOAT16, "upcast_after_wrap": False}
+        halves = {**small, "parameters": Precision.BFLOAT16, "upcast_after_wrap": False}
         yield Scenario("sharded, bfloat16 state", Cause.CAPACITY, halves)
     if case.activation_checkpointing is None:
         yield Scenario(
             "sharded, without activation checkpointing",
             Cause.LOGITS_OR_ACTIVATIONS,
-            {**once, "activation_checkpointing": False},
+            {**small, "activation_checkpointing": False},
         )
     yield Scenario(
         "wrap too coarse: the whole model is one unit",
         Cause.WRAP_TOO_COARSE,
-        {**once, "wrap": Wrap.ROOT},
+        {**small, "wrap": Wrap.ROOT},
     )
     listed = cards_listed(case.words)
     if listed and listed != evidence.ranks:
@@ -186,12 +188,11 @@ def _survivor(
     where = _place(key.phase, key.step, key.layer)
     reasons = [
         f"{where}: asks for {format_size(held.request)} ({key.what}) with "
-        f"{format_size(held.allocated)} allocated at {best.tokens:,} tokens a rank, and nothing "
-        "before it needed more"
+        f"{format_size(held.allocated)} allocated {_at(best)}, and nothing before it needed more"
     ]
     if len(solutions) > 1:
-        others = ", ".join(f"{s.tokens:,} (layer {s.key.layer})" for s in solutions[1:])
-        reasons.append(f"also with {others} tokens")
+        others = ", ".join(f"{_at(s)} (layer {s.key.layer})" for s in solutions[1:] if s.tokens)
+        reasons += [f"also {others}"] if others else []
     objections = [scenario.caveat] if scenario.caveat else []
     objections += _told_step(evidence, key.step, reasons)
     return Hypothesis(
@@ -202,10 +203,14 @@ def _survivor(
         held.request,
         tuple(reasons),
         tuple(objections),
-        tuple(s.tokens for s in solutions),
+        tuple(s.tokens for s in solutions if s.tokens),
         key.step,
         where,
     )
+
+
+def _at(solution: Solution) -> str:
+    return f"at {solution.tokens:,} tokens a rank" if solution.tokens else "whatever the tokens"
 
 
 def _place(phase: Phase, step: int, layer: int | None) -> str:
@@ -296,17 +301,28 @@ def _solve(evidence: Evidence, scenario: Scenario, shape: Shape) -> list[Solutio
     rounding = _rounding(evidence)
     most = _most_tokens(evidence, TOKENS_GRID[-1])
     grid = sorted({tokens for tokens in (*TOKENS_GRID, most) if tokens <= most})
+    timelines: dict[int, tuple[Point, ...]] = {}
     known: dict[int, Moments] = {}
+
+    def timeline_at(tokens: int) -> tuple[Point, ...]:
+        if tokens not in timelines:
+            planned = _at_tokens(evidence, scenario, shape, tokens)
+            timelines[tokens] = planned.timeline if planned else ()
+        return timelines[tokens]
 
     def moments_at(tokens: int) -> Moments:
         if tokens not in known:
-            planned = _at_tokens(evidence, scenario, shape, tokens)
-            timeline = planned.timeline if planned else ()
-            moments = printed_moments(timeline, asked, rounding)
+            moments = printed_moments(timeline_at(tokens), asked, rounding)
             known[tokens] = {k: held for k, held in moments.items() if _as_told(evidence, k)}
         return known[tokens]
 
-    return find_tokens(moments_at, grid, allocated)
+    solutions = find_tokens(moments_at, grid, allocated)
+    if solutions:
+        return solutions
+    typical = (timeline_at(TYPICAL_TOKENS), timeline_at(2 * TYPICAL_TOKENS))
+    for ends in scaling_grids(*typical, asked, most=most):
+        solutions += find_tokens(moments_at, ends, allocated)
+    return solutions
 
 
 _TOLD_PHASES = {

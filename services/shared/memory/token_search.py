@@ -7,6 +7,7 @@ would not have refused this one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +26,7 @@ _MOST_SOLUTIONS = 4
 # Between two computed numbers of tokens the highest earlier point is interpolated. It is convex and
 # piecewise linear in them: what lies this far above the limit there is above it in between.
 _CLEARLY_ABOVE = 1.02
+_SEGMENT_STEP = 2 * MIB  # large requests are rounded up to multiples of it
 _COARSEST_ROUNDING = 20 * MIB  # the allocator's rounding adds less than a large segment
 
 
@@ -36,6 +38,7 @@ class Key(NamedTuple):
     phase: Phase
     layer: int | None
     what: str
+    ordinal: int = 0  # of moments alike: the update visits a tensor of every layer
 
 
 class Held(NamedTuple):
@@ -48,9 +51,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """A moment that would have printed the message, and the tokens that bring it about."""
+    """A moment that would have printed the message, and the tokens that bring it about.
 
-    tokens: int
+    `tokens` is None where the moment is the same for every number of them.
+    """
+
+    tokens: int | None
     key: Key
     held: Held
 
@@ -64,6 +70,7 @@ def printed_moments(timeline: Iterable[Point], asked: PrintedSize, rounding: Rou
     least = asked.size_bytes - asked.tolerance_bytes - _COARSEST_ROUNDING
     most = asked.size_bytes + asked.tolerance_bytes
     found: Moments = {}
+    seen: Counter[Key] = Counter()
     before = 0
     for point in timeline:
         if point.phase in (Phase.EVALUATION, Phase.EXPORT):
@@ -72,9 +79,39 @@ def printed_moments(timeline: Iterable[Point], asked: PrintedSize, rounding: Rou
             live, request = point.base_bytes + moment.live_bytes, moment.request_bytes
             if least <= request <= most and asked.covers(rounding.driver_request(request)):
                 key = Key(point.step, point.micro_batch, point.phase, point.layer, moment.what)
-                found.setdefault(key, Held(live - request, request, before))
+                found[key._replace(ordinal=seen[key])] = Held(live - request, request, before)
+                seen[key] += 1
             before = max(before, live)
     return found
+
+
+def scaling_grids(
+    one: Iterable[Point], double: Iterable[Point], asked: PrintedSize, *, most: int
+) -> list[tuple[int, int]]:
+    """Return the ranges of tokens in which some activation prints the request `asked`.
+
+    `one` and `double` are timelines at `TYPICAL_TOKENS` and at twice as many: what only one of them
+    asks for depends on the tokens, in proportion.
+    """
+    scaling = _requests(one) - _requests(double)
+    least = asked.size_bytes - asked.tolerance_bytes - _SEGMENT_STEP
+    grids = set()
+    for request in scaling:
+        low = max(1, least * TYPICAL_TOKENS // request + 1)
+        high = (asked.size_bytes + asked.tolerance_bytes) * TYPICAL_TOKENS // request
+        if TOKENS_GRID[0] <= high <= most and low <= high:
+            grids.add((low, high))
+    return sorted(grids)
+
+
+def _requests(timeline: Iterable[Point]) -> set[int]:
+    return {
+        moment.request_bytes
+        for point in timeline
+        if point.phase in (Phase.FORWARD, Phase.BACKWARD)
+        for moment in point.rising
+        if moment.request_bytes
+    }
 
 
 def find_tokens(
@@ -82,18 +119,32 @@ def find_tokens(
 ) -> list[Solution]:
     """Return the moments that print the message, those of usual numbers of tokens first."""
     lowest, highest = moments_at(grid[0]), moments_at(grid[-1])
-    solutions: dict[tuple[int, int | None], Solution] = {}
+    solutions: dict[tuple[int | None, int | None, int], Solution] = {}
     for key in _within_reach(lowest, highest, grid, allocated):
-        tokens = _tokens_for(key, moments_at, grid, allocated)
-        if tokens is None:
-            continue
-        held = moments_at(tokens)[key]
-        if held.before < _limit(held, allocated):
+        found = _constant(key, moments_at, grid, allocated)
+        if found is None:
+            tokens = _tokens_for(key, moments_at, grid, allocated)
+            found = Solution(tokens, key, moments_at(tokens)[key]) if tokens else None
+        if found and found.held.before < _limit(found.held, allocated):
             # The same moment of a later step or micro-batch has the same layer and tokens.
-            solutions.setdefault((tokens, key.layer), Solution(tokens, key, held))
+            solutions.setdefault((found.tokens, key.layer, key.ordinal), found)
         if len(solutions) == _MOST_SOLUTIONS:
             break
-    return sorted(solutions.values(), key=lambda s: abs(s.tokens - TYPICAL_TOKENS))
+    return sorted(solutions.values(), key=_most_usual)
+
+
+def _most_usual(solution: Solution) -> int:
+    return 0 if solution.tokens is None else abs(solution.tokens - TYPICAL_TOKENS)
+
+
+def _constant(
+    key: Key, moments_at: MomentsAt, grid: Sequence[int], allocated: PrintedSize
+) -> Solution | None:
+    """Return the moment where its bytes do not depend on the tokens, as those of the update."""
+    lowest, highest = moments_at(grid[0])[key], moments_at(grid[-1]).get(key)
+    if highest is None or highest.allocated != lowest.allocated:
+        return None
+    return Solution(None, key, lowest) if allocated.covers(lowest.allocated) else None
 
 
 def _limit(held: Held, allocated: PrintedSize) -> int:
