@@ -135,7 +135,13 @@ def micro_batch_tokens(training: Training, chosen: Recipe) -> int:
     )
 
 
-def shape_of(source: ModelSource, *, directory: Path | None, classes: Sequence[int]) -> shape.Shape:
+def shape_of(
+    source: ModelSource,
+    *,
+    directory: Path | None,
+    classes: Sequence[int],
+    teacher: shape.Shape | None = None,
+) -> shape.Shape:
     """Return the shape of a model source with a head for each of `classes`.
 
     `directory` is where `source.path` or `source.model_id` lies; `teacher` lends its vocabulary to a
