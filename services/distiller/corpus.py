@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.datasets.ingest import read_card
 from services.shared.datasets.split import text_key
 from services.shared.jobs.rundir import RunInput
 from services.shared.model.metrics import MISSING, Array, labelled
-from services.shared.model.tokens import Rows, TokenisedSplit, read_card, read_rows, tokenise
+from services.shared.model.tokens import Rows, TokenisedSplit, read_rows, tokenise
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from services.distiller.signal_file import hash_teacher
 from services.distiller.signals import open_signals, signal_mode
 from services.distiller.student import fill_student, plan_start, teacher_tokenizer
 from services.distiller.teacher import place_teacher, planned_placement, read_teacher
+from services.shared.datasets.ingest import read_card
 from services.shared.fsdp import standing
 from services.shared.fsdp.assemble import chosen_recipe, shard_model, token_budget
 from services.shared.fsdp.memory_probe import MemoryProbe
@@ -29,7 +30,7 @@ from services.shared.jobs.rundir import Report, RunDirectory, RunInput, write_js
 from services.shared.jobs.spec import DistillSpec
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.batches import Step, plan_epoch
-from services.shared.model.tokens import choose_heads, collate, read_card
+from services.shared.model.tokens import choose_heads, collate
 
 TELL_SECONDS = 2.0  # as often as a worker looks
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.datasets.ingest import read_card
 from services.shared.fsdp.assemble import check_length, read_config, trained_tokenizer
 from services.shared.fsdp.process import RunFailed, World, blame
 from services.shared.jobs.rundir import RunDirectory, RunInput
@@ -15,13 +16,7 @@ from services.shared.jobs.spec import TeacherSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
 from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import make_config
-from services.shared.model.tokens import (
-    TokenisedSplit,
-    choose_heads,
-    load_tokenizer,
-    read_card,
-    read_split,
-)
+from services.shared.model.tokens import TokenisedSplit, choose_heads, load_tokenizer, read_split
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import pytest
 
 from services.distiller.corpus import add_unlabelled, read_corpus
 from services.shared.datasets.card import Split
-from services.shared.model.tokens import read_card
+from services.shared.datasets.ingest import read_card
 
 
 @pytest.fixture(scope="module")

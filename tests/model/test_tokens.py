@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
+from services.shared.datasets.ingest import read_card
 from services.shared.model.tokens import (
     choose_heads,
     collate,
     encode,
     load_tokenizer,
-    read_card,
     read_split,
     train_tokenizer,
 )

@@ -209,7 +209,7 @@ def test_balanced_class_weights_reach_the_loss(make_task, dataset_dir):
 
 
 def make_task_heads(dataset_dir: Path):
-    from services.shared.model.tokens import read_card
+    from services.shared.datasets.ingest import read_card
 
     assert len(read_rows(dataset_dir, Split.TRAIN, [])) == 200
     return read_card(dataset_dir).heads

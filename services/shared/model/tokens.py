@@ -140,11 +140,6 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: Path) -
     return load_tokenizer(directory)
 
 
-def read_card(dataset_dir: Path) -> DatasetCard:
-    """Return the description of a stored dataset."""
-    return DatasetCard.model_validate_json((dataset_dir / "dataset.json").read_bytes())
-
-
 def choose_heads(card: DatasetCard, names: Sequence[str] | None) -> list[Head]:
     """Return the heads of the dataset that a spec names, or all. Raises ValueError for others."""
     if names is None:
