@@ -1,0 +1,25 @@
+"""docs/serving.md names what there is."""
+
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from services.api.serving.measures import Measures
+from services.api.serving.settings import ServingSettings
+
+PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+
+
+def test_every_setting_stands_on_the_page_and_no_other() -> None:
+    named = set(re.findall(r"STILLHOUSE_SERVING_([A-Z0-9_]+)", PAGE))
+    assert named == {name.upper() for name in ServingSettings.model_fields}
+
+
+def test_every_metric_stands_on_the_page() -> None:
+    registry = CollectorRegistry()
+    Measures(registry)
+    for metric in registry.collect():
+        name = metric.name.removeprefix("stillhouse_serving")
+        suffix = "_total" if metric.type == "counter" else ""
+        assert f"{name}{suffix}" in PAGE, metric.name
