@@ -152,6 +152,13 @@ def test_golden_texts_fail_on_another_model(artifact_dir, tokenizer_dir, make_cl
         check_golden(artifact_dir, make_classifier("qwen3", seed=9), load_tokenizer(tokenizer_dir))
 
 
+def test_golden_texts_fail_on_a_model_that_answers_nothing(artifact_dir, tokenizer_dir):
+    broken = load_classifier(artifact_dir)
+    broken.heads["topics"].bias.data.fill_(torch.nan)
+    with pytest.raises(BadArtifact, match="logits off by nan"):
+        check_golden(artifact_dir, broken, load_tokenizer(tokenizer_dir))
+
+
 def test_the_hash_of_weights_changes_with_one_number(artifact_dir):
     before = weights_sha256(artifact_dir)
     weights = load_file(artifact_dir / "classifier_heads.safetensors")
