@@ -28,9 +28,10 @@ from services.shared.memory.scenarios import from_timelines, plan_with
 from services.shared.memory.sharding_evidence import judge_sharding
 from services.shared.memory.sizes import format_size
 from services.shared.memory.snapshot import LogReading
+from services.shared.memory.symptoms import ROOT_GATHERED
 from services.shared.memory.wording import FailurePhase
 
-# What a timeline answers better than a count of bytes per parameter does.
+# What a timeline answers better than a count of bytes per parameter, or a size alone, does.
 _COUNTED = frozenset({Cause.CAPACITY, Cause.FRAGMENTATION})
 # State of this share leaves no room for one gathered layer and its gradient, whatever the model.
 _FULL_SHARE = 0.85
@@ -77,7 +78,7 @@ def _weighed(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
     told = tuple(_optimizer_or_capacity(evidence, needs, h) for h in from_evidence(evidence, needs))
     computed = from_timelines(evidence)
     if computed:
-        told = tuple(h for h in told if h.cause not in _COUNTED)
+        told = tuple(h for h in told if h.cause not in _COUNTED and h.what != ROOT_GATHERED)
         surviving = {h.cause for h in computed if h.strength is not Strength.EXCLUDED}
         if len(surviving) == 1:
             computed = tuple(_raised(h) for h in computed)

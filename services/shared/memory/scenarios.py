@@ -17,7 +17,7 @@ from services.shared.memory.diagnosis import Cause, Hypothesis, Strength
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.evidence import Evidence
 from services.shared.memory.hardware import Hardware
-from services.shared.memory.matching import Match, Role, Rounding
+from services.shared.memory.matching import Match, Rounding, says_nothing
 from services.shared.memory.messages import PrintedSize
 from services.shared.memory.plan import Plan, Verdict, plan
 from services.shared.memory.recipe import (
@@ -27,6 +27,7 @@ from services.shared.memory.recipe import (
     Sharding,
     Wrap,
 )
+from services.shared.memory.replicas import no_unit, wrapped_replica
 from services.shared.memory.shape import Shape
 from services.shared.memory.sizes import format_size
 from services.shared.memory.timeline import Phase, Point
@@ -56,12 +57,15 @@ class Scenario:
 
 def can_compute(evidence: Evidence) -> bool:
     """Tell whether the message and the case suffice to hold timelines against each other."""
-    sure = [c for c in evidence.candidates if c.match is Match.EXACT and not c.ambiguous]
+    shape, message = evidence.shape, evidence.message
+    if shape is None or message is None or message.requested is None:
+        return False
+    sure = any(c.match is Match.EXACT and not c.ambiguous for c in evidence.candidates)
+    # No timeline holds the logits of a language model: there the request must be one that is known.
+    complete = not shape.language_head and not says_nothing(message.requested, _rounding(evidence))
     return (
-        evidence.message is not None
-        and evidence.message.allocated is not None
-        and bool(sure)
-        and evidence.shape is not None
+        message.allocated is not None
+        and (sure or complete)
         and evidence.framework in (Framework.FSDP1, Framework.FSDP2)
         and not evidence.offloads
         and hardware_of(evidence) is not None
@@ -77,7 +81,7 @@ def from_timelines(evidence: Evidence) -> tuple[Hypothesis, ...]:
     if not can_compute(evidence):
         return ()
     found = [_weigh(evidence, scenario) for scenario in _scenarios(evidence)]
-    found += [_replica(evidence), _no_unit(evidence)]
+    found += [wrapped_replica(evidence), no_unit(evidence)]
     answers = [answer for answer in found if answer is not None]
     if not any(answer.strength is not Strength.EXCLUDED for answer in answers):
         return ()
@@ -340,70 +344,3 @@ def _as_told(evidence: Evidence, key: Key) -> bool:
     if finished is not None and key.step and (finished == 0) != (key.step == 1):
         return False
     return phase is None or key.phase is phase
-
-
-def _replica(evidence: Evidence) -> Hypothesis | None:
-    """The whole model lay on the card, then FSDP wrapped it unit by unit beside the original.
-
-    Nothing in it can be tuned: each unit asks for its flat buffer, and gives back the original less
-    its share.
-    """
-    _, allocated = _printed(evidence)
-    shape, ranks = evidence.shapes[-1], evidence.ranks or 1
-    units = [c for c in evidence.candidates if c.role is Role.LAYER and c.divided_by == 1]
-    if not units or evidence.framework is not Framework.FSDP1:
-        return None
-    width = 2
-    whole = shape.num_parameters * width
-    layer = shape.layers[-1].elements * width
-    given_back = layer - layer // ranks
-    steps = [whole - index * given_back for index in range(shape.num_layers)]
-    nearest = min(steps, key=lambda held: abs(held - allocated.size_bytes))
-    survives = allocated.covers(nearest) and nearest == steps[0]
-    what = "not sharded: whole model on the card, then wrapped"
-    text = (
-        f"wrapping asks for {format_size(layer)} at {format_size(steps[0])}, then at "
-        f"{format_size(steps[1])}, never at {format_size(allocated.size_bytes)}; nothing in it can "
-        "be tuned"
-    )
-    if survives:
-        reason = f"the whole model in 2 bytes is {format_size(whole)}, as printed"
-        return Hypothesis(
-            Cause.NOT_SHARDED,
-            what,
-            Strength.POSSIBLE,
-            steps[0],
-            layer,
-            reasons=(reason,),
-            where="wrap",
-        )
-    return Hypothesis(
-        Cause.NOT_SHARDED,
-        what,
-        Strength.EXCLUDED,
-        steps[0],
-        layer,
-        objections=(text,),
-    )
-
-
-def _no_unit(evidence: Evidence) -> Hypothesis | None:
-    """No FSDP unit exists: a replica on every rank, plain or under DDP.
-
-    Then nothing asks for a flat buffer of a layer, only for single tensors and DDP's small buckets.
-    """
-    asked, _ = _printed(evidence)
-    exact = [c for c in evidence.candidates if c.match is Match.EXACT]
-    if any(c.role is not Role.LAYER or c.divided_by > 1 for c in exact):
-        return None
-    shape = evidence.shapes[-1]
-    whole = shape.num_parameters * 2
-    largest = max(t.elements for unit in shape.units for t in unit.tensors) * 2
-    text = (
-        f"then nothing asks for {format_size(asked.size_bytes)}: no single tensor has that size (the "
-        f"largest is {format_size(largest)}), nor has a bucket of DDP"
-    )
-    what = "not sharded: FSDP units = 0, a replica on every rank"
-    return Hypothesis(
-        Cause.NOT_SHARDED, what, Strength.EXCLUDED, whole, largest, objections=(text,)
-    )

@@ -192,6 +192,7 @@ def activations(evidence: Evidence) -> Hypothesis | None:
     return None
 
 
+ROOT_GATHERED = "embedding or head gathered with the root unit"
 _ACTIVATIONS = (Role.LOGITS, Role.SCORES, Role.ACTIVATION)
 
 
@@ -208,7 +209,7 @@ def coarse_request(evidence: Evidence) -> Hypothesis | None:
     if not root or not evidence.shards_parameters or len(root) < len(sure):
         return None
     text = f"the request is the gathered {root[0].what}, {root[0].dtype}, which no layer covers"
-    return likely(Cause.WRAP_TOO_COARSE, "embedding or head gathered with the root unit", text)
+    return likely(Cause.WRAP_TOO_COARSE, ROOT_GATHERED, text)
 
 
 def optimizer(evidence: Evidence) -> Hypothesis | None:
