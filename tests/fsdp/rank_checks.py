@@ -20,12 +20,13 @@ from transformers import AutoModel
 
 from services.shared.datasets.card import Head
 from services.shared.fsdp import checkpoint, load, memory_probe
+from services.shared.fsdp import shard as shard_room
 from services.shared.fsdp.export import export_weights
 from services.shared.fsdp.load import initialise, load_pretrained
 from services.shared.fsdp.memory_probe import MemoryProbe
 from services.shared.fsdp.optimizers import Optimizer, build_optimizer
 from services.shared.fsdp.process import Position, RunFailed, World, join, leave
-from services.shared.fsdp.shard import Engine, Sharded, parameter_dtype, shard
+from services.shared.fsdp.shard import Engine, Sharded, default_engine, parameter_dtype, shard
 from services.shared.jobs.rundir import MemoryRecord, RunDirectory, read_records, write_json
 from services.shared.jobs.spec import Recipe, Training
 from services.shared.model.classifier import build_classifier, make_config
@@ -34,7 +35,8 @@ Check = Callable[[World, Path], Any]
 CHECKS: dict[str, Check] = {}
 HEADS = [Head(name="a", labels=["x", "y", "z"]), Head(name="b", labels=["n", "p"])]
 VOCABULARY, TEXTS, TOKENS = 301, 8, 9  # 301 rows do not divide by two ranks
-ENGINES = [Engine.FSDP1, Engine.FSDP2]
+HERE = default_engine()
+ENGINES = sorted({Engine.FSDP1, HERE})
 
 
 def check(function: Check) -> Check:
@@ -70,7 +72,7 @@ def empty(world: World, chosen: Recipe, engine: Engine, **fields: Any) -> Sharde
     return shard(classifier, chosen, world, engine=engine)
 
 
-def made(world: World, chosen: Recipe, engine: Engine = Engine.FSDP2, seed: int = 0) -> Sharded:
+def made(world: World, chosen: Recipe, engine: Engine = HERE, seed: int = 0) -> Sharded:
     sharded = empty(world, chosen, engine)
     initialise(sharded, seed=seed)
     return sharded
@@ -211,7 +213,7 @@ def first_weights(world: World, directory: Path) -> Any:
         for engine in ENGINES
         for sharding in ("full", "none")
     }
-    one = all_of["fsdp2 full"]
+    one = all_of[f"{HERE} full"]
     other_seed = whole(made(world, recipe(), seed=1))
     layer = one["backbone.layers.0.mlp.up_proj.weight"]
     return {
@@ -394,7 +396,7 @@ def pretrained_weights(world: World, directory: Path) -> Any:
         load_pretrained(sharded, directory / "four", seed=0)
         loaded = {n: v for n, v in whole(sharded).items() if n.startswith("backbone.")}
         found[str(engine)] = same(expected, loaded)
-    bf16 = empty(world, recipe(optimizer="adamw_bf16"), Engine.FSDP2)
+    bf16 = empty(world, recipe(optimizer="adamw_bf16"), HERE)
     load_pretrained(bf16, directory / "four", seed=0)
     rounded = {n: v.bfloat16().float() for n, v in expected.items()}
     loaded = {n: v for n, v in whole(bf16).items() if n.startswith("backbone.")}
@@ -413,7 +415,7 @@ def host_memory_of_loading(world: World, directory: Path) -> Any:
         backbone.save_pretrained(str(directory), max_shard_size=size * 10 // 35)
         del backbone
     world.barrier()
-    sharded = empty(world, recipe(), Engine.FSDP2, **fields)
+    sharded = empty(world, recipe(), HERE, **fields)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew (man 5 proc)
     before = _status("VmRSS")
     load_pretrained(sharded, directory, seed=0)
@@ -445,11 +447,11 @@ def weights_that_are_refused(world: World, directory: Path) -> Any:
     world.barrier()
     found = {}
     for name in ("pickled", "none", "cut"):
-        sharded = empty(world, recipe(), Engine.FSDP2)
+        sharded = empty(world, recipe(), HERE)
         found[name] = failure(lambda s=sharded, n=name: load_pretrained(s, directory / n, seed=0))
-    wider = empty(world, recipe(), Engine.FSDP2, intermediate_size=63)
+    wider = empty(world, recipe(), HERE, intermediate_size=63)
     found["shape"] = failure(lambda: load_pretrained(wider, directory / "good", seed=0))
-    deeper = empty(world, recipe(), Engine.FSDP2, num_hidden_layers=3)
+    deeper = empty(world, recipe(), HERE, num_hidden_layers=3)
     found["missing"] = failure(lambda: load_pretrained(deeper, directory / "good", seed=0))
     return found
 
@@ -461,12 +463,12 @@ def unfilled_parameter_is_found(world: World, directory: Path) -> Any:
     true_put = load._put
 
     def put(piece: Any, values: Tensor, at: int, sums: Any) -> None:
-        if piece.name.endswith("layers.1.input_layernorm.weight"):
+        if piece.name.endswith("embed_tokens.weight"):
             sums.add(piece.name, values, at=at)
             return
         true_put(piece, values, at, sums)
 
-    sharded = empty(world, recipe(), Engine.FSDP2)
+    sharded = empty(world, recipe(), HERE)
     for piece in sharded.pieces:
         piece.local.fill_(7.0)
     load._put = put  # type: ignore[assignment]
@@ -478,15 +480,21 @@ def unfilled_parameter_is_found(world: World, directory: Path) -> Any:
 
 @check
 def unsharded_model_is_stopped(world: World, directory: Path) -> Any:
-    """FSDP2 is asked for, but on this stack its call does nothing."""
-    import torch.distributed.fsdp as fsdp
+    """Sharding is asked for, but on this stack the call does nothing."""
+    name = "_fsdp2" if HERE is Engine.FSDP2 else "_fsdp1"
+    true_wrap = getattr(shard_room, name)
+    true_find = shard_room._pieces_fsdp1
 
-    true_shard = fsdp.fully_shard
-    fsdp.fully_shard = lambda module, **_: module  # type: ignore[assignment]
+    def do_nothing(classifier: Any, *_: Any) -> Any:
+        return classifier.to_empty(device="cpu")
+
+    setattr(shard_room, name, do_nothing)
+    shard_room._pieces_fsdp1 = shard_room._pieces_fsdp2
     try:
         sharded = made(world, recipe())
     finally:
-        fsdp.fully_shard = true_shard
+        setattr(shard_room, name, true_wrap)
+        shard_room._pieces_fsdp1 = true_find
     run = RunDirectory(directory)
     probe = MemoryProbe(run, world, Position())
     found = failure(lambda: probe.check_sharding(sharded))
@@ -548,14 +556,12 @@ def checkpoints_change_hands(world: World, directory: Path) -> Any:
     path = checkpoint.save(directory, sharded, optimizer, world, job_id="j", step=2, loop={})
     expected = train(sharded, optimizer, world, steps=range(2, 4))
     found = {}
-    for engine, sharding in ((Engine.FSDP2, "none"), (Engine.FSDP1, "full")):
+    for engine, sharding in ((HERE, "none"), (Engine.FSDP1, "full")):
         other = made(world, recipe(sharding=sharding), engine, seed=9)
         second = build_optimizer(other, training(), world)
         checkpoint.restore(path, other, second)
         losses = train(other, second, world, steps=range(2, 4))
-        found[f"{engine} {sharding}"] = max(
-            abs(x - y) for x, y in zip(losses, expected, strict=True)
-        )
+        found[sharding] = max(abs(x - y) for x, y in zip(losses, expected, strict=True))
     return found
 
 
@@ -584,7 +590,7 @@ def damaged_checkpoints(world: World, directory: Path) -> Any:
     sgd = made(world, recipe(optimizer="sgd"))
     second = build_optimizer(sgd, training(), world)
     found["optimizer"] = failure(lambda: checkpoint.restore(path, sgd, second))
-    wider = empty(world, recipe(), Engine.FSDP2, intermediate_size=63)
+    wider = empty(world, recipe(), HERE, intermediate_size=63)
     found["model"] = failure(lambda: checkpoint.restore(path, wider, None))
     return found
 

@@ -20,7 +20,7 @@ def test_nothing_is_pickled(measured):
     assert all(not found["pickles"] for found in measured("checkpoints").values())
 
 
-@pytest.mark.parametrize("reader", ["fsdp2 none", "fsdp1 full"])
+@pytest.mark.parametrize("reader", ["none", "full"])
 def test_another_layout_reads_what_two_ranks_saved(measured, reader):
     assert measured("checkpoints_change_hands")[reader] < 1e-6
 
