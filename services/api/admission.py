@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.places import resolve_model
+from services.shared.jobs.planning import JobPlan
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
+
+Plan = Callable[[TeacherSpec | DistillSpec], JobPlan | None]
 
 
 @dataclass(frozen=True)
@@ -21,16 +25,23 @@ class Admitted:
 
 
 class Admitter:
-    """Checks what a spec names on this server's disk."""
+    """Checks what a spec names on this server's disk, then plans it."""
 
-    def __init__(self, settings: ApiSettings) -> None:
+    def __init__(self, settings: ApiSettings, *, plan: Plan) -> None:
         self._settings = settings
+        self._plan = plan
 
     def __call__(self, spec: TeacherSpec | DistillSpec) -> Admitted:
-        """Return what is to be stored with the job. Raises InvalidInput naming the field."""
+        """Return what is to be stored with the job.
+
+        Raises InvalidInput naming the field, and DoesNotFit with the plan.
+        """
         for field, path in _paths(spec).items():
             model_directory(path, settings=self._settings, field=field)
-        return Admitted(plan=None, recipe=None)
+        planned = self._plan(spec)
+        if planned is None:
+            return Admitted(plan=None, recipe=None)
+        return Admitted(plan=planned.plan, recipe=planned.recipe)
 
 
 def _paths(spec: TeacherSpec | DistillSpec) -> dict[str, str]:

@@ -19,6 +19,7 @@ from services.api.app import create_app
 from services.api.deps import Parts
 from services.api.keys import keys_for
 from services.api.logs import configure_logs
+from services.api.planner import Planner
 from services.api.promotions import PromotionFeed
 from services.api.serving.predictor import Predictor
 from services.api.serving.settings import ServingSettings
@@ -77,7 +78,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
         store=store,
         send=lambda job_id, kind: send(celery, job_id, kind),
         predictor=predictor,
-        admit=Admitter(settings),
+        admit=Admitter(settings, plan=Planner(store, settings)),
         keys=keys,
         metrics=metrics,
         probes={

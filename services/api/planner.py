@@ -7,7 +7,7 @@ from pathlib import Path
 import structlog
 
 from services.shared.datasets.card import DatasetCard
-from services.shared.jobs.errors import InvalidInput, NotFound
+from services.shared.jobs.errors import Conflict, InvalidInput, NotFound
 from services.shared.jobs.places import resolve_model
 from services.shared.jobs.planning import JobPlan, engine_of, machine_of, plan_job, shape_of
 from services.shared.jobs.settings import JobSettings
@@ -81,7 +81,7 @@ class Planner:
             directory = self._below_roots(named.path, field="teacher.path")
             return from_pretrained_directory(directory, heads=classes)
         if named.model_id is not None:
-            return self._registered(named.model_id, classes)
+            return self._registered(named.model_id, classes, field="teacher.model_id")
         assert named.job_id is not None
         try:
             job = self._store.job(named.job_id)
@@ -90,7 +90,7 @@ class Planner:
                 f"teacher.job_id: there is no job {named.job_id!r}", field="teacher.job_id"
             ) from error
         if job.model_id is not None:
-            return self._registered(job.model_id, classes)
+            return self._registered(job.model_id, classes, field="teacher.job_id")
         if not isinstance(job.spec, TeacherSpec):
             raise InvalidInput(
                 f"teacher.job_id: job {job.id} distils a student that does not exist yet",
@@ -98,14 +98,21 @@ class Planner:
             )
         return self._model(job.spec.model, None, classes)
 
-    def _registered(self, model_id: str, classes: list[int]) -> Shape:
-        return from_pretrained_directory(self._settings.model_dir(model_id), heads=classes)
+    def _registered(self, model_id: str, classes: list[int], *, field: str) -> Shape:
+        return from_pretrained_directory(self._artifact(model_id, field=field), heads=classes)
+
+    def _artifact(self, model_id: str, *, field: str) -> Path:
+        # Through the registry, because an id from outside may as well be `../../etc`.
+        try:
+            return self._store.model(model_id).path
+        except (NotFound, Conflict) as error:
+            raise InvalidInput(f"{field}: there is no model {model_id!r}", field=field) from error
 
     def _directory(self, source: ModelSource) -> Path | None:
         if source.path is not None:
             return self._below_roots(source.path, field="model.path")
         if source.model_id is not None:
-            return self._settings.model_dir(source.model_id)
+            return self._artifact(source.model_id, field="model.model_id")
         return None
 
     def _below_roots(self, path: str, *, field: str) -> Path:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.api.admission import Admitter
+from services.api.planner import Planner
 
 ONE_APP = settings(
     max_examples=int(os.environ.get("STILLHOUSE_FUZZ_EXAMPLES", "40")),
@@ -51,6 +52,15 @@ DISTILL = {
     "distillation": {"temperature": 2, "head_weights": {"sentiment": 1}},
     "gate": {"min_macro_f1_share": 0.9},
 }
+
+SPECS = [
+    TEACHER,
+    DISTILL,
+    {**TEACHER, "model": {"path": "x"}},
+    {**TEACHER, "model": {"model_id": "mdl_1_1"}},
+    {**DISTILL, "teacher": {"model_id": "mdl_1_1"}},
+    {**DISTILL, "teacher": {"job_id": "job_1"}},
+]
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -98,7 +108,9 @@ def post(client: Any, path: str, body: Any) -> Any:
 @pytest.fixture
 def client(desk: Any, one_head: Any) -> Any:
     desk.platform.predictor.students["default"] = one_head
-    desk.platform.admit = Admitter(desk.platform.settings)
+    desk.platform.admit = Admitter(
+        desk.platform.settings, plan=Planner(desk.platform.store, desk.platform.settings)
+    )
     client = desk.platform.client()
     client.dataset_id = desk.dataset_id
     claim = desk.running()
@@ -109,7 +121,7 @@ def client(desk: Any, one_head: Any) -> Any:
 
 
 @ONE_APP
-@given(body=mutated([TEACHER, DISTILL, {**TEACHER, "model": {"path": "x"}}]))
+@given(body=mutated(SPECS))
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
 def test_any_spec_is_taken_or_refused(client: Any, path: str, body: Any) -> None:
     if isinstance(body, dict) and "dataset_id" not in body:
