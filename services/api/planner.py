@@ -35,8 +35,10 @@ class Planner:
         classes = self._classes(spec)
         try:
             teacher = self._teacher(spec, classes) if isinstance(spec, DistillSpec) else None
-            source = spec.student if isinstance(spec, DistillSpec) else spec.model
-            model = self._model(source, teacher, classes)
+            if isinstance(spec, DistillSpec):
+                model = self._model(spec.student, teacher, classes, field="student")
+            else:
+                model = self._model(spec.model, None, classes, field="model")
             for shape in (model, teacher):
                 if shape is not None:
                     check_planned(shape.dims)
@@ -67,12 +69,14 @@ class Planner:
             len(head.labels) for head in card.heads if spec.heads is None or head.name in spec.heads
         ]
 
-    def _model(self, source: ModelSource, teacher: Shape | None, classes: list[int]) -> Shape:
+    def _model(
+        self, source: ModelSource, teacher: Shape | None, classes: list[int], *, field: str
+    ) -> Shape:
         if source.layers_of_teacher is not None:
             assert teacher is not None
             kept = -(-teacher.num_layers // source.layers_of_teacher)
             return teacher.with_layers(kept).with_heads(classes)
-        directory = self._directory(source)
+        directory = self._directory(source, field=field)
         return shape_of(source, directory=directory, classes=classes, teacher=teacher)
 
     def _teacher(self, spec: DistillSpec, classes: list[int]) -> Shape:
@@ -96,7 +100,7 @@ class Planner:
                 f"teacher.job_id: job {job.id} distils a student that does not exist yet",
                 field="teacher.job_id",
             )
-        return self._model(job.spec.model, None, classes)
+        return self._model(job.spec.model, None, classes, field="teacher.job_id")
 
     def _registered(self, model_id: str, classes: list[int], *, field: str) -> Shape:
         return from_pretrained_directory(self._artifact(model_id, field=field), heads=classes)
@@ -108,11 +112,11 @@ class Planner:
         except (NotFound, Conflict) as error:
             raise InvalidInput(f"{field}: there is no model {model_id!r}", field=field) from error
 
-    def _directory(self, source: ModelSource) -> Path | None:
+    def _directory(self, source: ModelSource, *, field: str) -> Path | None:
         if source.path is not None:
-            return self._below_roots(source.path, field="model.path")
+            return self._below_roots(source.path, field=f"{field}.path")
         if source.model_id is not None:
-            return self._artifact(source.model_id, field="model.model_id")
+            return self._artifact(source.model_id, field=f"{field}.model_id")
         return None
 
     def _below_roots(self, path: str, *, field: str) -> Path:

@@ -39,8 +39,11 @@ def client(desk: Any, tmp_path: Path) -> Any:
 def test_an_id_that_is_none_is_named_and_leads_nowhere(
     client: Any, desk: Any, path: str, id: str
 ) -> None:
+    model = {"config": CONFIG, "tokenizer": {"train": True}}
+    teacher = desk.submit(desk.spec(model=model)).json()["id"]
     for body, field in [
         (desk.spec(model={"model_id": id}), "model.model_id"),
+        ({**desk.distill(job_id=teacher), "student": {"model_id": id}}, "student.model_id"),
         (desk.distill(model_id=id), "teacher.model_id"),
         (desk.distill(job_id=id), "teacher.job_id"),
         (desk.spec(dataset_id=id), "dataset_id"),
