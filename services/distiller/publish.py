@@ -120,6 +120,8 @@ def publish(
         budget_tokens=token_budget(student.recipe, training),
         pad_id=tokenizer.pad_token_id,
     )
+    if evaluation and state.best is not None:
+        evaluation["validation"] = state.best.evaluation
     student.module.eval()
     texts = lesson.train.corpus.rows.texts[:GOLDEN_TEXTS]
     golden = golden_texts(student.module, tokenizer, texts, max_length=training.max_length)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from services.shared.datasets.card import Head, HeadType
-from services.shared.fsdp.assemble import read_config, shard_model
+from services.shared.fsdp.assemble import inference_recipe, read_config, shard_model
 from services.shared.fsdp.load import load_pretrained
 from services.shared.fsdp.process import RunFailed, World, blame
 from services.shared.fsdp.shard import DTYPES, Sharded
@@ -170,18 +170,7 @@ def place_teacher(files: TeacherFiles, *, wanted: str, recipe: Recipe, world: Wo
             classifier = wrap_backbone(backbone, files.heads)
             set_heads(classifier, weights)
         return Teacher(files, classifier.requires_grad_(False).to(world.device), None)
-    inference = recipe.model_copy(
-        update={
-            "sharding": "full",
-            "wrap": "layer",
-            "parameters": recipe.compute,
-            "reduce": recipe.compute,
-            "optimizer": "adamw",  # none is built; adamw_bf16 would fix the parameters' type
-            "activation_checkpointing": False,
-            "offload": "none",
-        }
-    )
-    sharded = shard_model(files.config, files.heads, inference, world)
+    sharded = shard_model(files.config, files.heads, inference_recipe(recipe), world)
     load_pretrained(sharded, files.directory, seed=0, heads=weights)
     sharded.module.requires_grad_(False)
     return Teacher(files, sharded.module, sharded)

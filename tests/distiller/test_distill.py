@@ -73,6 +73,7 @@ def test_the_evaluation_says_what_the_gate_and_a_person_need(task, distilled, te
     assert evaluation["teacher"]["parameters"] == expected.parameters > evaluation["parameters"]
     assert evaluation["teacher"]["single_text_seconds"] > 0
     assert evaluation["single_text_seconds"] > 0
+    assert evaluation["validation"]["macro_f1"] > 0
 
 
 def test_the_artifact_is_whole_and_knows_its_teacher(task, distilled, run, teacher_dir):
