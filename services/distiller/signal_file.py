@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class SignalFile:
     def write(self, answers: dict[str, Tensor]) -> None:
         """Keep answers, rows of NaN standing for those not asked yet. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f".{self.path.name}.partial")
+        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
         save_file(answers, aside, metadata={"identity": self.identity.model_dump_json()})
         aside.replace(self.path)
         sync_directory(self.path.parent)

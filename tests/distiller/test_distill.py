@@ -186,6 +186,19 @@ def test_a_student_cut_from_its_teacher_is_distilled(task, distilled):
     assert report.evaluation["heads"]["sentiment"]["agreement"] > 0.8
 
 
+def test_without_held_out_texts_nothing_is_claimed(task, distilled, run, new_dataset):
+    rows = {Split.TRAIN: 64, Split.VALIDATION: 0, Split.TEST: 0}
+    report = distilled(task(dataset_dir=new_dataset(rows)))
+    assert report.evaluation == {}
+    assert not evaluate_gate(Gate(), report.evaluation).passed
+    verify_artifact(read_artifact(run.export))
+
+
+def test_without_a_test_split_validation_judges(task, distilled, new_dataset):
+    rows = {Split.TRAIN: 64, Split.VALIDATION: 20, Split.TEST: 0}
+    assert distilled(task(dataset_dir=new_dataset(rows))).evaluation["split"] == "validation"
+
+
 def test_a_stopped_job_goes_on_where_it_was(task, world, tmp_path, monkeypatch):
     whole = RunDirectory(tmp_path / "whole")
     distill(whole, task(), world, Position())
