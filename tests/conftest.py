@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,3 +75,31 @@ def data_dir(tmp_path: Path) -> Path:
     path = tmp_path / "data"
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A memory cgroup (v1) below our own, limited to 96 MiB."""
+    own = next(
+        (
+            line.split(":", 2)[2]
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+            if "memory" in line.split(":")[1].split(",")
+        ),
+        None,
+    )
+    if own is None:
+        pytest.skip("no memory cgroup (version 1) to make a child of")
+    path = Path("/sys/fs/cgroup/memory") / own.lstrip("/") / f"stillhouse_test_{os.getpid()}"
+    try:
+        path.mkdir()
+        (path / "memory.limit_in_bytes").write_text(str(96 << 20))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    yield path
+    deadline = time.monotonic() + 10
+    while path.exists() and time.monotonic() < deadline:
+        try:
+            path.rmdir()
+        except OSError:
+            continue

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Refused, Url, connected, print_json
 
@@ -69,7 +69,7 @@ def list_datasets(
     if as_json:
         print_json(page)
         return
-    table = Table("dataset", "name", "rows", "heads", "created")
+    table = Table(Column("dataset", no_wrap=True), "name", "rows", "heads", "created")
     for dataset in page["items"]:
         heads = ", ".join(f"{head['name']} ({len(head['labels'])})" for head in dataset["heads"])
         rows = sum(dataset["rows"].values())

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from services.cli.client import (
     DEFAULT_URL,
@@ -22,6 +22,7 @@ from services.cli.client import (
     connected,
     print_json,
 )
+from services.shared.memory.sizes import format_size
 
 app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and retry jobs.")
 
@@ -70,7 +71,7 @@ def list_jobs(
     if as_json:
         print_json(page)
         return
-    table = Table("job", "kind", "name", "state", "progress", "created")
+    table = Table(Column("job", no_wrap=True), "kind", "name", "state", "progress", "created")
     for job in page["items"]:
         state_text = job["state"] + (f" ({job['reason']})" if job["reason"] else "")
         progress = job["progress"] or {}
@@ -168,7 +169,7 @@ def _show(job: dict[str, Any], *, as_json: bool) -> None:
         ("job", f"{job['id']} {job['name'] or ''}"),
         ("kind", job["kind"]),
         ("state", f"{job['state']}{reason}"),
-        ("phase", job["phase"]),
+        ("phase", None if job["state"] in _ENDED else job["phase"]),
         ("message", job["message"]),
         ("model", job["model_id"]),
         ("waits for", job["parent_job_id"] if job["state"] == "waiting" else None),
@@ -191,20 +192,16 @@ def _memory_rows(job: dict[str, Any]) -> list[tuple[str, str | None]]:
     plan, diagnosis = job["plan"] or {}, job["diagnosis"] or {}
     rows: list[tuple[str, str | None]] = []
     if "peak_bytes" in plan:
-        rows.append(("planned", f"{_gib(plan['peak_bytes'])} a rank, {plan.get('verdict')}"))
+        rows.append(("planned", f"{format_size(plan['peak_bytes'])} a rank, {plan.get('verdict')}"))
     peaks = {rank: max(phases.values()) for rank, phases in (job["measured"] or {}).items()}
     if peaks:
         worst = max(peaks, key=lambda rank: peaks[rank])
-        rows.append(("measured", f"{_gib(peaks[worst])} on rank {worst}, the highest"))
+        rows.append(("measured", f"{format_size(peaks[worst])} on rank {worst}, the highest"))
     if diagnosis:
         rows.append(("diagnosis", f"{diagnosis.get('cause')} ({diagnosis.get('confidence')})"))
         for remedy in (diagnosis.get("remedies") or [])[:3]:
             rows.append(("remedy", f"{remedy.get('change')}: {remedy.get('verdict')}"))
     return rows
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def _watch(client: Client, job_id: str, *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Url, connected, print_json
 
@@ -32,7 +32,7 @@ def list_models(
     if as_json:
         print_json(page)
         return
-    table = Table("model", "kind", "parameters", "scores", "gate")
+    table = Table(Column("model", no_wrap=True), "kind", "parameters", "scores", "gate")
     for model in page["items"]:
         table.add_row(
             model["id"],

@@ -109,6 +109,7 @@ def test_a_job_is_submitted_and_shown(stillhouse: Any, spec: dict[str, Any]) -> 
     assert job["state"] == "queued"
     shown = stillhouse("jobs", "show", job["id"])
     assert job["id"] in shown.output
+    assert "a rank, fits" in shown.output
     assert json.loads(stillhouse("jobs", "show", job["id"], "--json").stdout) == job
 
 
@@ -185,6 +186,17 @@ def test_a_wrong_field_is_named_and_the_problem_is_there_for_machines(
     assert done.exit_code == 1
     assert "training.epochs" in done.stderr
     assert json.loads(done.stdout)["status"] == 422
+
+
+def test_a_job_that_cannot_fit_is_told_what_would(stillhouse: Any, spec: dict[str, Any]) -> None:
+    big = {**BACKBONE["config"], "hidden_size": 4096, "num_hidden_layers": 32, "head_dim": 128}
+    big |= {"intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
+    spec["model"] = BACKBONE | {"config": big}
+    spec["recipe"] = {"optimizer": "adamw"}
+    spec["resources"] = {"ranks": 2, "device": "a100-40"}
+    done = stillhouse("jobs", "submit", "-", stdin=json.dumps(spec))
+    assert done.exit_code == 1
+    assert "These would fit:" in done.stderr
 
 
 def test_what_is_no_json_is_refused_before_it_is_sent(stillhouse: Any) -> None:

@@ -2,8 +2,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -162,34 +161,6 @@ def test_ranks_die_with_a_supervisor_that_is_killed(run: RunDirectory) -> None:
     supervisor.stdin.close()
     supervisor.stdout.close()
     assert gone
-
-
-@pytest.fixture
-def small_cgroup() -> Iterator[Path]:
-    """A memory cgroup (v1) below our own, limited to 96 MiB."""
-    own = next(
-        (
-            line.split(":", 2)[2]
-            for line in Path("/proc/self/cgroup").read_text().splitlines()
-            if "memory" in line.split(":")[1].split(",")
-        ),
-        None,
-    )
-    if own is None:
-        pytest.skip("no memory cgroup (version 1) to make a child of")
-    path = Path("/sys/fs/cgroup/memory") / own.lstrip("/") / f"stillhouse_test_{os.getpid()}"
-    try:
-        path.mkdir()
-        (path / "memory.limit_in_bytes").write_text(str(96 << 20))
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    yield path
-    deadline = time.monotonic() + 10
-    while path.exists() and time.monotonic() < deadline:
-        try:
-            path.rmdir()
-        except OSError:
-            continue
 
 
 def test_the_kernels_kill_in_a_memory_cgroup_is_counted(

@@ -56,6 +56,16 @@ def be_killed(run: Path, given: dict) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def exhaust_host_memory(run: Path, given: dict) -> None:
+    (Path(os.environ["FAKE_CGROUP"]) / "cgroup.procs").write_text(str(os.getpid()))
+    (run / "in_cgroup").touch()
+    while not (run / "go").exists():
+        time.sleep(0.02)
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1 << 20) * 16))
+
+
 def run_out_of_memory_once(run: Path, given: dict) -> None:
     if given["recipe"]["optimizer_in_backward"]:
         succeed(run, given)

@@ -77,7 +77,9 @@ def _job(store: Store, behaviour: str, **fields: Any) -> JobView:
         missing_labels={head.name: 0},
         sha256="0" * 64,
     )
-    store.settings.dataset_dir(card.id).mkdir(parents=True)
+    directory = store.settings.dataset_dir(card.id)
+    directory.mkdir(parents=True)
+    (directory / "dataset.json").write_text(card.model_dump_json())
     store.add_dataset(card)
     spec = {
         "kind": "teacher",
@@ -146,6 +148,42 @@ def test_a_rank_that_is_killed_is_named(store: Store) -> None:
     (attempt,) = store.attempts(job.id)
     assert (attempt.reason, attempt.failed_rank) == (Reason.CRASHED, 0)
     assert "SIGKILL" in str(attempt.message)
+
+
+def test_a_rank_killed_by_the_kernel_is_told_from_any_other_kill(
+    store: Store, small_cgroup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CGROUP", str(small_cgroup))
+    job = _job(store, "exhaust_host_memory", max_attempts=1)
+    run = store.settings.run_dir(job.id, 1)
+    seen: list[int] = []
+
+    def let_go_after_a_look_at_its_cgroup() -> bool:
+        seen.extend([1] if (run / "in_cgroup").exists() else [])
+        if len(seen) == 3:  # a heartbeat looks, and comes more often than this is asked
+            (run / "go").touch()
+        return False
+
+    _run(store, job.id, stopping=let_go_after_a_look_at_its_cgroup)
+    job = store.job(job.id)
+    assert (job.state, job.reason) == (JobState.FAILED, Reason.HOST_OUT_OF_MEMORY)
+    assert store.attempts(job.id)[0].failed_rank == 0
+    assert job.diagnosis is not None
+    assert job.diagnosis["cause"] == "host_memory"
+
+
+def test_a_fault_of_the_worker_itself_ends_the_job_and_says_so(
+    store: Store, direct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reach_verdict(*args: object, **kwargs: object) -> None:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("services.shared.launch.task.reach_verdict", reach_verdict)
+    job = _job(store, "succeed")
+    _run(store, job.id)
+    job = store.job(job.id)
+    assert (job.state, job.reason) == (JobState.FAILED, Reason.CRASHED)
+    assert "The worker itself failed" in str(job.message)
 
 
 def test_a_cancelled_job_saves_and_ends(store: Store, direct: None) -> None:

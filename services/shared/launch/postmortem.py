@@ -60,12 +60,14 @@ def examine_memory(
 
 
 def _memory_recipe(claim: Claim, recipe: Recipe, settings: JobSettings) -> MemoryRecipe | None:
-    """Return the recipe in the memory plan's words; None for a model whose shape is not known."""
-    source = claim.spec.model if isinstance(claim.spec, TeacherSpec) else claim.spec.student
-    if source.config is None and claim.model_dir is None:
+    """Return the recipe in the memory plan's words; None where the plan's arithmetic does not hold.
+
+    That is a model of unknown shape, and a distillation, whose teacher lies beside the student.
+    """
+    if not isinstance(claim.spec, TeacherSpec):
         return None
     try:
-        shape = shape_of(source, directory=claim.model_dir, classes=_classes(claim))
+        shape = shape_of(claim.spec.model, directory=claim.model_dir, classes=_classes(claim))
     except InvalidInput:
         return None  # the message can be read without a shape
     return to_memory_recipe(
@@ -142,17 +144,17 @@ def _fitting_changes(diagnosis: Diagnosis, recipe: Recipe, planned: MemoryRecipe
 
 
 def _config(claim: Claim) -> dict[str, Any]:
-    """Return the trained model's transformers config; empty for a student cut from its teacher."""
-    source = claim.spec.model if isinstance(claim.spec, TeacherSpec) else claim.spec.student
-    if source.config is not None:
-        config = dict(source.config)
-        if isinstance(source.tokenizer, TrainedTokenizer):
-            config["vocab_size"] = source.tokenizer.vocab_size
-        return config
-    if claim.model_dir is None:
-        return {}
-    found = _read_json(claim.model_dir / "config.json")
-    return found if isinstance(found, dict) else {}
+    """Return the transformers config of a teacher job's model."""
+    assert isinstance(claim.spec, TeacherSpec)
+    source = claim.spec.model
+    if source.config is None:
+        assert claim.model_dir is not None
+        found: dict[str, Any] = _read_json(claim.model_dir / "config.json")
+        return found
+    config = dict(source.config)
+    if isinstance(source.tokenizer, TrainedTokenizer):
+        config["vocab_size"] = source.tokenizer.vocab_size
+    return config
 
 
 def _classes(claim: Claim) -> tuple[int, ...]:

@@ -104,6 +104,11 @@ def _run(
         return _publish(outcome, run.export, settings.model_dir(claim.model_id))
     except OSError as error:
         return _disk_failure(error, run.path)
+    except Exception as error:
+        # The job's boundary: a fault of ours must not leave it to be run, and fail, again and again.
+        log.exception("worker_failed", job_id=claim.job_id, attempt=claim.attempt)
+        what = f"{type(error).__name__}: {error}"
+        return _failed(Reason.CRASHED, f"The worker itself failed, not the ranks: {what}")
 
 
 def _publish(outcome: Outcome, export: Path, destination: Path) -> Outcome:
@@ -114,12 +119,8 @@ def _publish(outcome: Outcome, export: Path, destination: Path) -> Outcome:
     if outcome.end is not End.SUCCEEDED:
         return outcome
     if not export.is_dir():
-        return outcome.model_copy(
-            update={
-                "end": End.FAILED,
-                "reason": Reason.CRASHED,
-                "message": f"The ranks reported success but left no artifact in {export}.",
-            }
+        return _failed(
+            Reason.CRASHED, f"The ranks reported success but left no artifact in {export}."
         )
     destination.parent.mkdir(parents=True, exist_ok=True)
     export.rename(destination)
@@ -163,13 +164,10 @@ def _directories(path: Path) -> Iterable[Path]:
 
 def _disk_failure(error: OSError, run_dir: Path) -> Outcome:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Outcome(
-            end=End.FAILED,
-            reason=Reason.DISK_FULL,
-            message=f"No space is left for {run_dir}: free some and retry the job.",
-        )
-    return Outcome(
-        end=End.FAILED,
-        reason=Reason.LAUNCH_FAILED,
-        message=f"The worker could not run the job in {run_dir}: {error}",
-    )
+        message = f"No space is left for {run_dir}: free some and retry the job."
+        return _failed(Reason.DISK_FULL, message)
+    return _failed(Reason.LAUNCH_FAILED, f"The worker could not run the job in {run_dir}: {error}")
+
+
+def _failed(reason: Reason, message: str) -> Outcome:
+    return Outcome(end=End.FAILED, reason=reason, message=message)

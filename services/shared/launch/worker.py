@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ def serve(queue: str, *, module: str) -> None:
     The pool is `solo`: the task runs in the main thread, whose death takes torchrun with it, and a
     second job on the same devices is impossible.
     """
+    _configure_logs()
     settings = JobSettings()
     # Ranks start in another directory than this process.
     settings = settings.model_copy(update={"data_dir": settings.data_dir.absolute()})
@@ -57,6 +59,19 @@ def serve(queue: str, *, module: str) -> None:
     arguments += ["--hostname", f"{queue}@%h", "--loglevel", "INFO"]
     arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     app.worker_main(arguments)
+
+
+def _configure_logs() -> None:
+    """Let our events leave as one JSON object a line; Celery's own lines stay as they are."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 def register(
