@@ -11,6 +11,7 @@ from services.shared.model.classifier import (
     embedding,
     init_heads,
     initial_heads,
+    initial_projections,
     is_causal,
     make_config,
     pooling_of,
@@ -95,6 +96,30 @@ def test_tapped_states_are_those_of_the_named_layers(make_classifier):
         final = classifier.backbone(input_ids=ids).last_hidden_state[:, -1]
     torch.testing.assert_close(tapped[:, 0], embedded)
     torch.testing.assert_close(tapped[:, 1], final)
+
+
+def test_projections_map_tapped_states_and_leave_the_answers_alone(make_classifier):
+    classifier = make_classifier("qwen3")
+    ids = torch.tensor([LONG])
+    with torch.no_grad():
+        plain = classifier(ids, tap=(1, 2))
+        classifier.add_projections([2], width=48)
+        assert initial_projections(classifier, 0).keys() == {"2.weight", "2.bias"}
+        classifier.projections["2"].weight.fill_(0)
+        classifier.projections["2"].bias.fill_(3)
+        found = classifier(ids, tap=(2,))
+    assert (found[TAPPED] == 3).all()
+    assert found[TAPPED].shape == (1, 1, 48)
+    torch.testing.assert_close(found["topics"], plain["topics"])
+
+
+def test_first_projections_depend_on_the_seed_alone(make_classifier):
+    classifier = make_classifier("qwen3")
+    classifier.add_projections([1, 2], width=48)
+    one, same, other = (initial_projections(classifier, seed) for seed in (1, 1, 2))
+    assert torch.equal(one["1.weight"], same["1.weight"])
+    assert not torch.equal(one["1.weight"], other["1.weight"])
+    assert not torch.equal(one["1.weight"], one["2.weight"])
 
 
 @pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
