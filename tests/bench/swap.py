@@ -16,7 +16,7 @@ from services.api.serving.promoted import Promoted
 from services.api.serving.settings import ServingSettings
 
 CLIENTS = 2
-QUIET_SECONDS = 40.0
+QUIET_SECONDS = 30.0
 AFTER_SECONDS = 5.0
 
 
