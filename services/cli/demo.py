@@ -199,9 +199,7 @@ def _predict(client: Client) -> Any:
     raise Refused("the promoted student was not loaded within 30 seconds")
 
 
-def _result(
-    models: dict[str, Any], *, ended: dict[str, Any], answer: Any
-) -> dict[str, Any]:
+def _result(models: dict[str, Any], *, ended: dict[str, Any], answer: Any) -> dict[str, Any]:
     def part(name: str) -> dict[str, Any]:
         model = models[name]
         return {
