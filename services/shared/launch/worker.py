@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 # Where a worker writes its pid once it takes messages; for whoever starts it and waits.
 READY_FILE = "STILLHOUSE_READY_FILE"
+# What a worker touches after each sweep that reached the database: its age is the worker's health.
+ALIVE_FILE = "STILLHOUSE_ALIVE_FILE"
 
 
 def serve(queue: str, *, module: str) -> None:
@@ -97,5 +99,7 @@ def _sweep_until(stopping: threading.Event, *, app: Celery, store: Store) -> Non
     while not stopping.wait(store.settings.sweep_seconds):
         try:
             sweep(store, app)
+            if os.environ.get(ALIVE_FILE):
+                Path(os.environ[ALIVE_FILE]).touch()
         except Exception as error:  # noqa: BLE001  (the thread's boundary: report and go on)
             log.warning("sweep_failed", error=f"{type(error).__name__}: {error}")
