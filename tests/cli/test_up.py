@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import httpx
 import psutil
 import pytest
 
+from services.cli.embedded import Platform, Service
+from services.cli.servers import StartFailed
 from services.shared.launch.processes import is_alive
 
 PARTS = {"postgres", "valkey", "trainer", "distiller", "api"}
@@ -193,3 +196,41 @@ def test_a_data_directory_that_cannot_be_made_is_named(where: str, tmp_path: Pat
 def test_a_models_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
     said = _refused(tmp_path / "data", "--models", str(tmp_path / "nowhere"), "--port", "0")
     assert f"--models {tmp_path / 'nowhere'} is not a directory" in said
+
+
+def test_a_server_that_dies_ends_the_platform_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "postgres.log").write_text("PANIC: could not write\n")
+    dead = subprocess.Popen(["false"])
+    dead.wait()
+    platform = Platform(
+        url="",
+        data_dir=tmp_path,
+        pids={},
+        services=[],
+        servers={"postgres": dead},
+        stops=ExitStack(),
+    )
+    with pytest.raises(StartFailed, match=r"postgres ended with code 1(.|\n)*PANIC"):
+        platform.look_after(lambda line: None)
+
+
+def test_a_service_that_keeps_dying_waits_longer_each_time(tmp_path: Path) -> None:
+    service = Service(
+        name="api",
+        module="no_such_module",
+        env=dict(os.environ),
+        log=tmp_path / "api.log",
+        stop_seconds=1,
+        is_ready=lambda: False,
+    )
+    said: list[str] = []
+    pauses = []
+    for _ in range(3):
+        service.start()
+        assert service.process is not None
+        service.process.wait()
+        service.look_after(said.append)
+        pauses.append(service.pause)
+    assert pauses == [2, 4, 8]
+    assert "No module named no_such_module" in said[-1]
