@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from services.shared.datasets.card import Head
 from services.shared.fsdp import standing
 from services.shared.fsdp.assemble import chosen_recipe, shard_model, token_budget
 from services.shared.fsdp.load import initialise, load_pretrained
@@ -25,7 +22,7 @@ from services.shared.jobs.rundir import Report, RunDirectory, RunInput, write_js
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.batches import Step, plan_epoch
-from services.shared.model.objective import balanced_weights, labelled_counts, supervised_loss
+from services.shared.model.objective import balanced_weights, combined_loss, labelled_counts
 from services.shared.model.tokens import collate
 from services.trainer.inputs import backbone_config, check_budget, read_data
 from services.trainer.publish import publish
@@ -176,20 +173,3 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
     progress.phase(Phase.FINISHING)
     world.barrier()
     return report
-
-
-def combined_loss(
-    logits: dict[str, Tensor],
-    labels: dict[str, Tensor],
-    heads: Sequence[Head],
-    counts: dict[str, int],
-    weights: dict[str, Tensor] | None,
-) -> Tensor:
-    """Return this micro-batch's share of the step's loss, which is the mean over heads.
-
-    Each head's sum is divided by its labelled texts in the whole step, so neither the number of
-    ranks nor the cut into micro-batches changes the gradient.
-    """
-    sums = supervised_loss(logits, labels, heads, weights)
-    shares = [sums[head.name].total / max(1, counts[head.name]) for head in heads]
-    return torch.stack(shares).sum() / len(heads)

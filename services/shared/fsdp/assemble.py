@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from services.shared.datasets.card import Head, Split
 from services.shared.fsdp.process import RunFailed, World, blame
-from services.shared.fsdp.shard import Sharded, parameter_dtype, shard
+from services.shared.fsdp.shard import Engine, Sharded, parameter_dtype, shard
 from services.shared.jobs.rundir import RunDirectory, RunInput
 from services.shared.jobs.spec import Recipe, TrainedTokenizer, Training
 from services.shared.jobs.state import Reason
@@ -24,6 +24,21 @@ def chosen_recipe(task: RunInput) -> Recipe:
     if task.recipe:
         return Recipe.model_validate(task.recipe)
     return task.spec.recipe if isinstance(task.spec.recipe, Recipe) else Recipe()
+
+
+def inference_recipe(recipe: Recipe) -> Recipe:
+    """Return how a teacher is sharded beside a student of `recipe`: it only runs forward."""
+    return recipe.model_copy(
+        update={
+            "sharding": "full",
+            "wrap": "layer",
+            "parameters": recipe.compute,
+            "reduce": recipe.compute,
+            "optimizer": "adamw",  # none is built; adamw_bf16 would fix the parameters' type
+            "activation_checkpointing": False,
+            "offload": "none",
+        }
+    )
 
 
 def token_budget(recipe: Recipe, training: Training) -> int:
@@ -71,6 +86,7 @@ def shard_model(
     world: World,
     *,
     projections: Mapping[int, int] | None = None,
+    engine: Engine | None = None,
 ) -> Sharded:
     """Return an empty sharded classifier; `projections` maps its layers to widths.
 
@@ -83,4 +99,4 @@ def shard_model(
             )
             for layer, width in (projections or {}).items():
                 classifier.add_projections([layer], width)
-        return shard(classifier, recipe, world)
+        return shard(classifier, recipe, world, engine=engine)

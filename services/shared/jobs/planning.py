@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from services.shared.jobs.errors import DoesNotFit
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import (
@@ -26,6 +28,7 @@ from services.shared.jobs.spec import (
 from services.shared.memory import hardware, recipe, remedies, shape
 from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.dimensions import BERT_LIKE, Family
+from services.shared.memory.errors import InvalidInput
 from services.shared.memory.plan import Plan, Verdict, plan, plan_distillation
 from services.shared.memory.sizes import format_size, parse_size
 
@@ -93,26 +96,64 @@ def to_memory_recipe(
     micro_batch = max(1, tokens // training.max_length)
     texts_a_rank = -(-training.batch_size // ranks)
     micro_batch = min(micro_batch, texts_a_rank)
-    replicated = wanted.sharding == "none"
     shared = {name: getattr(wanted, name) for name in _SHARED}
-    return recipe.Recipe().with_changes(
+    told = recipe.Recipe().with_changes(
         {name: str(v) if isinstance(v, Enum) else v for name, v in shared.items()}
         | {
             # Replicas are units over groups of one rank, not DDP: see fsdp/shard.py.
             "engine": engine,
-            "reshard_root": engine is recipe.Engine.FSDP2,
-            # The ranks prefetch in backward under FSDP1; FSDP2 always does.
-            "prefetch": "pre" if engine is recipe.Engine.FSDP1 and not replicated else "none",
-            "attention_mask": model.dims.family in _ENCODERS,
             "micro_batch": micro_batch,
             "sequence_length": training.max_length,
             "accumulate": -(-texts_a_rank // micro_batch),
+        }
+    )
+    return as_the_ranks_run(told, model)
+
+
+def as_the_ranks_run(
+    wanted: recipe.Recipe, model: shape.Shape, *, padded: bool = True, on_cpu: bool = False
+) -> recipe.Recipe:
+    """Return a recipe of the memory plan with what our ranks do whatever it says.
+
+    `padded` says that texts of a micro-batch differ in length, so that an encoder needs a mask;
+    eager attention makes one for decoders anyway.
+    """
+    fsdp2 = wanted.engine is recipe.Engine.FSDP2
+    # The ranks prefetch in backward under FSDP1, but on a CPU; FSDP2 always does.
+    prefetches = not fsdp2 and not on_cpu and wanted.sharding is not recipe.Sharding.NONE
+    if model.dims.family in _ENCODERS:
+        masked = padded
+    else:
+        masked = wanted.attention is recipe.Attention.EAGER
+    return wanted.with_changes(
+        {
+            "reshard_root": fsdp2,
+            "prefetch": "pre" if prefetches else "none",
+            "attention_mask": masked,
             "reduce_each": True,
             "loading": "sliced",
             "upcast_after_wrap": False,
             "data_workers": 0,
         }
     )
+
+
+def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
+    """Return a recipe of the memory plan as a spec's, which says neither engine nor micro-batches.
+
+    Raises InvalidInput for what our ranks cannot do.
+    """
+    values = {name: getattr(wanted, name) for name in _SHARED}
+    try:
+        return Recipe.model_validate(
+            {name: str(v) if isinstance(v, Enum) else v for name, v in values.items()}
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        raise InvalidInput(
+            field, f"the ranks have no {values[field]}", accepted=first["ctx"]["expected"]
+        ) from error
 
 
 def to_spec_changes(changes: dict[str, Any], base: recipe.Recipe) -> dict[str, Any] | None:

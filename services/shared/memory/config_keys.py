@@ -20,7 +20,7 @@ from services.shared.memory.errors import InvalidInput
 _LARGEST = 10_000_000
 
 _OTHER_NAMES = {"qwen2_5": "qwen2", "gemma3": "gemma3_text"}
-_ALIASES: dict[Family, dict[str, str]] = {
+ALIASES: dict[Family, dict[str, str]] = {
     Family.GPT2: {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
@@ -45,7 +45,7 @@ _ALIASES: dict[Family, dict[str, str]] = {
         "head_dim": "d_kv",
     },
 }
-_ALIASES[Family.GPT_BIGCODE] = _ALIASES[Family.GPT2]
+ALIASES[Family.GPT_BIGCODE] = ALIASES[Family.GPT2]
 
 _FOUR_TIMES = frozenset({Family.GPT2, Family.GPT_BIGCODE, Family.BLOOM, Family.FALCON})
 _GROUPED = LLAMA_LIKE | EXPERT_FAMILIES | {Family.PHI3}
@@ -89,7 +89,7 @@ class _Keys:
     """A config seen through the names that most architectures use."""
 
     def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
-        self._aliases = _ALIASES.get(family, {})
+        self._aliases = ALIASES.get(family, {})
         self.config = config
 
     def name(self, key: str) -> str:
@@ -228,7 +228,9 @@ def _decoder_layers(family: Family, keys: _Keys) -> int:
 def _gated(family: Family, keys: _Keys) -> bool:
     if family is Family.T5:
         return "gated" in str(keys.get("feed_forward_proj", "relu"))
-    return family in LLAMA_LIKE or family in EXPERT_FAMILIES or family is Family.PHI3
+    if family in (Family.PHI3, Family.MODERNBERT):
+        return True
+    return family in LLAMA_LIKE or family in EXPERT_FAMILIES
 
 
 def _parallel_norms(family: Family, keys: _Keys) -> int:

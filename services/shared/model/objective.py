@@ -63,6 +63,23 @@ def head_loss(
     return LossSum((each.mean(dim=1) * present).sum(), present.sum())
 
 
+def combined_loss(
+    logits: Mapping[str, Tensor],
+    labels: Mapping[str, Tensor],
+    heads: Sequence[Head],
+    counts: Mapping[str, int],
+    weights: Mapping[str, Tensor] | None,
+) -> Tensor:
+    """Return this micro-batch's share of the step's loss, which is the mean over heads.
+
+    Each head's sum is divided by its labelled texts in the whole step, so neither the number of
+    ranks nor the cut into micro-batches changes the gradient.
+    """
+    sums = supervised_loss(logits, labels, heads, weights)
+    shares = [sums[head.name].total / max(1, counts[head.name]) for head in heads]
+    return torch.stack(shares).sum() / len(heads)
+
+
 def balanced_weights(heads: Sequence[Head], labels: Mapping[str, Array]) -> dict[str, Tensor]:
     """Return weights [C] by head that let rare classes count as much as frequent ones.
 

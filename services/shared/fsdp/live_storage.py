@@ -1,0 +1,175 @@
+"""Counts what is really alive: every storage that an operator makes, until the last tensor of it goes.
+
+On an accelerator the caching allocator knows; elsewhere, and under fake tensors, nobody does. Bytes
+are rounded up to blocks as that allocator would. Not seen: what a kernel allocates for itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+BLOCK_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
+
+
+class Section(NamedTuple):
+    """A stretch of time that a peak is told for; steps count from 1, micro-batches from 0."""
+
+    phase: str
+    step: int = 0
+    micro_batch: int = 0
+
+
+class Origin(NamedTuple):
+    """What made a storage: the operator, the shape and type of its result, and when."""
+
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str
+    phase: str
+
+
+@dataclass
+class Peak:
+    """The most that was alive in one section, and the largest request made in it."""
+
+    live_bytes: int = 0
+    request_bytes: int = 0
+    request: Origin | None = None
+
+
+class LiveStorage(TorchDispatchMode):
+    """While entered, counts live storages; `section` says what peaks are told for.
+
+    Outside of a section storages are counted, too, but no peak is kept.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks: dict[Section, Peak] = {}
+        self.live_bytes = 0
+        self._live: dict[int, tuple[int, Origin]] = {}
+        self._section: Section | None = None
+        self._highest = 0
+        self._at_highest: dict[int, tuple[int, Origin]] | None = None
+        self._shapes_only = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # it calls operators on its local parts: those are counted
+        result = func(*args, **(kwargs or {}))
+        if not self._shapes_only:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+                    self._see(leaf, func)
+        return result
+
+    @contextmanager
+    def section(self, phase: str, *, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
+        """Keep the peak of what is done inside."""
+        before, self._section = self._section, Section(phase, step, micro_batch)
+        self.peaks[self._section] = Peak(self.live_bytes)
+        try:
+            yield
+        finally:
+            self._section = before
+
+    @property
+    def alive_at_peak(self) -> list[tuple[Origin, int, int]]:
+        """What was alive at the highest peak: (origin, how many alike, bytes of all), largest first."""
+        alive = self._live if self._at_highest is None else self._at_highest
+        total: Counter[Origin] = Counter()
+        number: Counter[Origin] = Counter()
+        for size, origin in alive.values():
+            total[origin] += size
+            number[origin] += 1
+        return [(origin, number[origin], size) for origin, size in total.most_common()]
+
+    def _see(self, tensor: Tensor, func: Any) -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            phase = self._section.phase if self._section else "between"
+            self._live[key] = (0, Origin(str(func), tuple(tensor.shape), dtype, phase))
+            weakref.finalize(storage, self._forget, key).atexit = False
+            self._resize(key, storage.nbytes())
+
+    def _resize(self, key: int, size_bytes: int) -> None:
+        """Count a storage at its present size; FSDP lends and takes back by resizing."""
+        before, origin = self._live[key]
+        size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        if size < before:
+            self._remember()
+        self._live[key] = (size, origin)
+        self.live_bytes += size - before
+        if self._section is None:
+            return
+        peak = self.peaks[self._section]
+        if size - before > peak.request_bytes:
+            peak.request_bytes, peak.request = size - before, origin
+        peak.live_bytes = max(peak.live_bytes, self.live_bytes)
+        if self.live_bytes > self._highest:
+            self._highest, self._at_highest = self.live_bytes, None
+
+    def _forget(self, key: int) -> None:
+        self._remember()
+        self.live_bytes -= self._live.pop(key)[0]
+
+    def _remember(self) -> None:
+        """Keep what is alive, if that is the highest yet: something is about to go."""
+        if self._at_highest is None and self.live_bytes == self._highest:
+            self._at_highest = dict(self._live)
+
+    @contextmanager
+    def counting(self) -> Iterator[LiveStorage]:
+        """Enter the mode, see resized storages, and overlook DTensor while it only asks for shapes."""
+        resize, propagate = _resize_storage, _propagate
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._live:
+                self._resize(storage._cdata, storage.nbytes())
+            return result
+
+        def propagated(propagator: Any, *args: Any, **kwargs: Any) -> Any:
+            self._shapes_only += 1
+            try:
+                return propagate(propagator, *args, **kwargs)
+            finally:
+                self._shapes_only -= 1
+
+        with (
+            replaced(torch.UntypedStorage, "resize_", resized),
+            replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
+            self,
+        ):
+            yield self
+
+
+_resize_storage = torch.UntypedStorage.resize_
+_propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module or class for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
