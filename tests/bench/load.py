@@ -124,8 +124,11 @@ def _wait(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
         if process.poll() is not None:
             break
         try:
-            if _post(HTTPConnection("127.0.0.1", port, timeout=120), {"inputs": "hello"}) == 200:
+            status = _post(HTTPConnection("127.0.0.1", port, timeout=120), {"inputs": "hello"})
+            if status == 200:
                 return
+            if 400 <= status < 500:
+                break  # it is up and will never take this
         except OSError:
             pass
         time.sleep(0.25)

@@ -18,7 +18,8 @@ class Classify(litserve.LitAPI):
         self.classifier = load_classifier(sys.argv[1], dtype=torch.bfloat16)
         self.tokenizer = load_tokenizer(sys.argv[1])
 
-    def decode_request(self, request: dict[str, Any]) -> str:
+    # LitServe builds its route from this annotation; it takes `Request` for a JSON body, or none.
+    def decode_request(self, request) -> str:  # noqa: ANN001
         return request["inputs"]
 
     def predict(self, texts: Any) -> Any:

@@ -62,6 +62,7 @@ def bench_peers(artifact: Path, *, requests: int, rounds: int, work_dir: Path) -
             with serving(command, port=port, env=env, log=log) as pid:
                 load = ask(port, pid, texts, clients=32)
             measured[name].append(load.as_dict())
+            print(f"{name}: {load.as_dict()}", flush=True)
     return {"versions": _versions(python), "requests": requests, "rounds": measured}
 
 
