@@ -28,15 +28,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
-    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from services.shared.fsdp.process import World
+from services.shared.fsdp.process import RunFailed, World
 from services.shared.jobs.spec import Recipe
+from services.shared.jobs.state import Reason
 from services.shared.model.classifier import Classifier, embedding, transformer_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -281,6 +281,11 @@ def _fsdp2(classifier: Classifier, own: list[nn.Module], recipe: Recipe, world: 
 
 
 def _fsdp1(classifier: Classifier, own: list[nn.Module], recipe: Recipe, world: World) -> nn.Module:
+    if recipe.offload == "all" and world.device.type != "cpu":
+        # FSDP1 moves its shards to pinned memory of its own in the first forward pass.
+        raise RunFailed(
+            Reason.BAD_SPEC, "recipe.offload all needs torch 2.6 or later (FSDP2); this is FSDP1"
+        )
     strategy = {
         "full": ShardingStrategy.FULL_SHARD,
         "grad_op": ShardingStrategy.SHARD_GRAD_OP,
@@ -303,7 +308,6 @@ def _fsdp1(classifier: Classifier, own: list[nn.Module], recipe: Recipe, world: 
         # BACKWARD_PRE gathers the next layer early: one more unit at the peak. Nothing of it helps
         # on a CPU.
         backward_prefetch=None if world.device.type == "cpu" else BackwardPrefetch.BACKWARD_PRE,
-        cpu_offload=CPUOffload(recipe.offload == "all" and world.device.type != "cpu"),
         param_init_fn=allocate,
         device_id=world.device,
         use_orig_params=True,
