@@ -19,7 +19,7 @@ class Classify(litserve.LitAPI):
         self.tokenizer = load_tokenizer(sys.argv[1])
 
     # LitServe builds its route from this annotation; it takes `Request` for a JSON body, or none.
-    def decode_request(self, request) -> str:  # noqa: ANN001
+    def decode_request(self, request) -> str:
         return request["inputs"]
 
     def predict(self, texts: Any) -> Any:

@@ -31,6 +31,7 @@ from services.api.serving.prediction import FloatArray
 from services.api.serving.prepared import load_backbone, save_weights
 from services.api.serving.settings import ServingDtype
 from services.api.serving.smoothing import largest_activations, smooth
+from services.api.serving.threads import use_threads
 from services.api.serving.transformers_engine import TransformersEngine
 from services.shared.datasets.card import Head, Split
 from services.shared.model.artifact import load_classifier, read_artifact
@@ -52,6 +53,7 @@ def prepare_int8(
     Smoothed on training texts, compared on texts of the test split (validation where that is empty).
     Raises ValueError where the backbone cannot be packed or no text is held out.
     """
+    use_threads(threads)
     artifact = read_artifact(artifact_dir)
     classifier = load_classifier(artifact_dir, dtype=torch.float32)
     max_length = artifact.max_length or DEFAULT_MAX_LENGTH
