@@ -16,36 +16,60 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Owner of the files inside the containers (docker/Dockerfile).
-CONTAINER_USER = 10001
+# Files that mark a Hygon host; AMD shares /dev/kfd with it. The last is the driver itself.
+_HYGON = ("dev/mkfd", "opt/dtk", "usr/local/hyhal", "opt/hyhal")
+_CONTAINER_GROUP = "10001"  # docker/Dockerfile
+_GIB = 2**30
 
 
 def main(root: Path) -> None:
+    """Complete root/.env and say what was done."""
     env_file = root / ".env"
     known = read(env_file)
     wanted = {**passwords(), **places(root), **memory(), **devices()}
     added = {name: value for name, value in wanted.items() if name not in known}
+    append(env_file, added)
     known.update(added)
     models = Path(known["MODELS_DIR"])
     models.mkdir(parents=True, exist_ok=True)
-    write_key(Path(known["API_KEYS_FILE"]))
-    text = "".join(f"{name}={value}\n" for name, value in known.items())
-    env_file.touch(mode=0o600)
-    env_file.write_text(text, "utf-8")
-    print(f"{env_file}: {len(added)} of {len(known)} values are new.")
+    keys_file = Path(known["API_KEYS_FILE"])
+    if not keys_file.exists():
+        key = new_key()
+        write_key(keys_file, key)
+        print(f"API key (shown once, only its hash is stored): {key}")
+    print(f"{env_file}: {len(added)} new values, {len(known) - len(added)} kept.")
     print(f"Base models are looked for below {models}.")
+    files = known.get("COMPOSE_FILE", "compose.yaml")
+    print(f"docker compose reads {files}.")
+    for image, of in (("DCU_IMAGE", "compose.dcu.yaml"), ("ROCM_IMAGE", "compose.rocm.yaml")):
+        if of in files and image not in known:
+            print(f"Still missing: {image}=..., the vendor's PyTorch image, by digest if you can.")
 
 
 def read(path: Path) -> dict[str, str]:
+    """Return the variables of an env file; {} where there is none."""
     if not path.exists():
         return {}
-    lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    pairs = [line.split("=", 1) for line in lines if "=" in line and not line.startswith("#")]
-    return {name: value for name, value in pairs}
+    found = {}
+    for line in path.read_text("utf-8").splitlines():
+        name, equals, value = line.strip().partition("=")
+        if equals and not name.startswith("#"):
+            found[name] = value
+    return found
+
+
+def append(path: Path, values: dict[str, str]) -> None:
+    """Add variables to an env file that only its owner may read; what it says stays as it is."""
+    path.touch(mode=0o600)
+    text = path.read_text("utf-8")
+    if text and not text.endswith("\n"):
+        text += "\n"
+    path.write_text(text + "".join(f"{name}={value}\n" for name, value in values.items()), "utf-8")
 
 
 def passwords() -> dict[str, str]:
-    return {name: secrets.token_urlsafe(24) for name in ("POSTGRES_PASSWORD", "REDIS_PASSWORD")}
+    """Return new passwords; hexadecimal, so that they mean nothing in a URL or to a shell."""
+    return {name: secrets.token_hex(24) for name in ("POSTGRES_PASSWORD", "REDIS_PASSWORD")}
 
 
 def places(root: Path) -> dict[str, str]:
@@ -56,52 +80,60 @@ def places(root: Path) -> dict[str, str]:
 
 
 def memory() -> dict[str, str]:
-    """Leave an eighth of the host to the system; the two workers never run at full size together."""
+    """Give each worker seven eighths of the host: teacher and student are seldom large at once."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = f"{max(2, total * 7 // 8 >> 30)}g"
-    return {"TRAINER_MEMORY": limit, "DISTILLER_MEMORY": limit}
+    return {"WORKER_MEMORY": f"{max(2, total * 7 // 8 // _GIB)}GiB"}
 
 
-def devices() -> dict[str, str]:
+def devices(root: Path = Path("/")) -> dict[str, str]:
     """Return what the overlay of this machine's accelerator needs; nothing on a plain CPU."""
-    if Path("/dev/kfd").exists():
-        groups = {name: group_number(group) for name, group in _GROUPS.items()}
-        numbers = ",".join(str(i) for i in range(len(list(Path("/dev/dri").glob("renderD*")))))
-        hyhal = next((p for p in ("/opt/hyhal", "/usr/local/hyhal") if Path(p).is_dir()), None)
-        if hyhal is None:
-            return {**groups, "ROCM_DEVICES": numbers}
-        mkfd = "/dev/mkfd" if Path("/dev/mkfd").exists() else "/dev/null"
-        return {**groups, "DCU_DEVICES": numbers, "HYHAL_PATH": hyhal, "DCU_MKFD": mkfd}
-    if shutil.which("nvidia-smi"):
+    if (root / "dev/kfd").exists():
+        cards = ",".join(str(i) for i in range(len(list((root / "dev/dri").glob("renderD*")))))
+        hygon = [path for path in _HYGON if (root / path).exists()]
+        if not hygon:
+            return {**overlay("rocm"), **groups(root), "ROCM_DEVICES": cards}
+        # Named even where it is absent: compose then refuses to start, instead of starting blind.
+        hyhal = hygon[-1] if hygon[-1].endswith("hyhal") else "opt/hyhal"
+        mkfd = "/dev/mkfd" if "dev/mkfd" in hygon else "/dev/null"
+        found = {"DCU_DEVICES": cards, "HYHAL_PATH": f"/{hyhal}", "DCU_MKFD": mkfd}
+        return {**overlay("dcu"), **groups(root), **found}
+    if (root / "dev/nvidiactl").exists() and shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
         listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        return {"CUDA_DEVICES": ",".join(listed.split())}
+        return {**overlay("cuda"), "CUDA_DEVICES": ",".join(listed.split())}
     return {}
 
 
-_GROUPS = {"VIDEO_GID": "video", "RENDER_GID": "render"}
+def overlay(kind: str) -> dict[str, str]:
+    return {"COMPOSE_FILE": f"compose.yaml:compose.{kind}.yaml"}
 
 
-def group_number(name: str) -> str:
-    """Return the number of a group on this host; the owner of the render nodes stands in."""
+def groups(root: Path) -> dict[str, str]:
+    video, render = group(root, "video"), group(root, "render")
+    # Compose refuses the same group twice; the containers' own user has its own anyway.
+    return {"VIDEO_GID": video, "RENDER_GID": render if render != video else _CONTAINER_GROUP}
+
+
+def group(root: Path, name: str) -> str:
+    """Return the number of a group on this host; the owner of a render node stands in."""
     try:
         return str(grp.getgrnam(name).gr_gid)
     except KeyError:
-        node = next(iter(sorted(Path("/dev/dri").glob("renderD*"))), Path("/dev/kfd"))
-        return str(node.stat().st_gid)
+        nodes = sorted((root / "dev/dri").glob("renderD*"))
+        return str((nodes[0] if nodes else root / "dev/kfd").stat().st_gid)
 
 
-def write_key(path: Path) -> None:
-    """Make the first API key, unless there is a file of keys already."""
-    if path.exists():
-        return
+def new_key() -> str:
+    return "sh_" + secrets.token_urlsafe(32)
+
+
+def write_key(path: Path, key: str) -> None:
+    """Write a file of keys that knows the hash of this one, with every scope."""
     path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
-    key = "sh_" + secrets.token_urlsafe(32)
     entry = {"sha256": hashlib.sha256(key.encode()).hexdigest(), "scopes": ["admin"]}
     path.write_text(json.dumps({"first": entry}) + "\n", "utf-8")
     # The container's user must read it: it holds hashes of random keys, nothing that opens a door.
     path.chmod(0o644)
-    print(f"API key (shown once, only its hash is stored): {key}")
 
 
 if __name__ == "__main__":
