@@ -58,6 +58,10 @@ compat: $(COMPAT_INSTALLED) ## Run the tests of ranks and system on torch 2.5.1 
 env: python ## Write .env for this machine and make the first API key, for docker compose
 	$(PYTHON) docker/write_env.py .
 
+.PHONY: compose-test
+compose-test: $(INSTALLED) ## Build the images, walk the whole path in containers, restart and kill every part
+	$(BIN)/python -m tests.docker.walk $(ARGS)
+
 .PHONY: check
 check: $(INSTALLED) ## Format, lint, types, walls
 	$(BIN)/ruff format --check .
