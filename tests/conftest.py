@@ -80,23 +80,33 @@ def data_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
     """A memory cgroup (v1) below our own, limited to 96 MiB."""
-    own = next(
-        (
-            line.split(":", 2)[2]
-            for line in Path("/proc/self/cgroup").read_text().splitlines()
-            if "memory" in line.split(":")[1].split(",")
-        ),
-        None,
-    )
-    if own is None:
-        pytest.skip("no memory cgroup (version 1) to make a child of")
-    path = Path("/sys/fs/cgroup/memory") / own.lstrip("/") / f"stillhouse_test_{os.getpid()}"
-    try:
-        path.mkdir()
-        (path / "memory.limit_in_bytes").write_text(str(96 << 20))
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
+    path = make_cgroup()
+    if path is None:
+        pytest.skip("no memory cgroup (version 1) can be made here")
+    (path / "memory.limit_in_bytes").write_text(str(96 << 20))
     yield path
+    remove_cgroup(path)
+
+
+def make_cgroup() -> Path | None:
+    """Make a memory cgroup (v1) below our own, or return None where that cannot be done."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if "memory" not in controllers.split(","):
+            continue
+        path = Path("/sys/fs/cgroup/memory") / own.lstrip("/") / f"stillhouse_test_{os.getpid()}"
+        try:
+            path.mkdir()
+            (path / "memory.limit_in_bytes").write_text("-1")  # none yet; may it be written?
+        except OSError:
+            remove_cgroup(path)
+            return None
+        return path
+    return None
+
+
+def remove_cgroup(path: Path) -> None:
+    """Remove a cgroup once the kernel has let the last of its processes go."""
     deadline = time.monotonic() + 10
     while path.exists() and time.monotonic() < deadline:
         try:

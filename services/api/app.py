@@ -23,7 +23,7 @@ from services.api.routes import (
     predict,
     runs,
 )
-from services.api.telemetry import InfoCollector, Observe
+from services.api.telemetry import InfoCollector, Observe, PlanErrorCollector
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -54,6 +54,7 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
     errors.install(app)
     describe(app, models=[errors.Problem, datasets.DatasetForm])
     parts.metrics.registry.register(InfoCollector(parts.predictor))
+    parts.metrics.registry.register(PlanErrorCollector(parts.store.plan_errors))
     app.add_middleware(BodyLimit, settings=parts.settings)
     app.add_middleware(Observe, metrics=parts.metrics)  # the outermost: it sees every answer
     return app

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
+from services.shared.jobs.measured import PhaseMemory, phases_of
 from services.shared.jobs.rundir import MemoryRecord, RunDirectory, read_records
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -20,22 +21,16 @@ class Series(BaseModel, Generic[RecordT]):
     points: list[RecordT]
 
 
-class PhasePeak(BaseModel):
-    """The highest moment of one phase; None where one side does not know it."""
-
-    planned_bytes: int | None
-    measured_bytes: int | None
-
-
-class RankMemory(BaseModel):
-    """What one rank held."""
+class RankSeries(BaseModel):
+    """What one rank held; `basis` says what its probe could count."""
 
     rank: int
+    basis: str | None
     device_total_bytes: int | None
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_host_rss_bytes: int | None
-    phases: dict[str, PhasePeak]
+    phases: dict[str, PhaseMemory]
     series: Series[MemoryRecord]
 
 
@@ -57,25 +52,19 @@ def thinned(records: Iterable[RecordT], *, points: int) -> Series[RecordT]:
     return Series(total=total, stride=stride, points=kept)
 
 
-def rank_memory(
-    run: RunDirectory, rank: int, *, planned: dict[str, Any], points: int
-) -> RankMemory:
+def rank_memory(run: RunDirectory, rank: int, *, plan: dict[str, Any], points: int) -> RankSeries:
     """Read one rank's memory file and set the plan's phases beside its peaks."""
     peaks = _Peaks()
     records = (record for _, record in read_records(run.memory_file(rank), MemoryRecord))
     series = thinned(peaks.watch(records), points=points)
-    return RankMemory(
+    return RankSeries(
         rank=rank,
+        basis=peaks.basis,
         device_total_bytes=peaks.device_total,
         peak_allocated_bytes=peaks.allocated,
         peak_reserved_bytes=peaks.reserved,
         peak_host_rss_bytes=peaks.host_rss,
-        phases={
-            phase: PhasePeak(
-                planned_bytes=planned.get(phase), measured_bytes=peaks.by_phase.get(phase)
-            )
-            for phase in {**planned, **peaks.by_phase}
-        },
+        phases=phases_of(plan, peaks.by_phase, basis=peaks.basis),
         series=series,
     )
 
@@ -88,6 +77,7 @@ class _Peaks:
         self.reserved = 0
         self.host_rss: int | None = None
         self.device_total: int | None = None
+        self.basis: str | None = None
         self.by_phase: dict[str, int] = {}
 
     def watch(self, records: Iterable[MemoryRecord]) -> Iterator[MemoryRecord]:
@@ -96,6 +86,7 @@ class _Peaks:
             self.reserved = max(self.reserved, record.peak_reserved_bytes)
             if record.host_rss_bytes is not None:
                 self.host_rss = max(self.host_rss or 0, record.host_rss_bytes)
+            self.basis = record.basis or self.basis
             self.device_total = record.device_total_bytes or self.device_total
             former = self.by_phase.get(record.phase, 0)
             self.by_phase[record.phase] = max(former, record.peak_allocated_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -21,6 +21,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.errors import ProblemError, problem_response
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.views import PlanError
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +83,48 @@ class InfoCollector(Collector):
             if student is not None:
                 family.add_metric([alias, student.name, student.version], 1)
         yield family
+
+
+class PlanErrorCollector(Collector):
+    """Says at each scrape how far the plans of finished jobs were off."""
+
+    def __init__(self, plan_errors: Callable[[], Sequence[PlanError]]) -> None:
+        self._plan_errors = plan_errors
+
+    def describe(self) -> Iterable[Metric]:
+        """Name the families without asking the database, which may not be there yet."""
+        yield from _plan_error_families()
+
+    def collect(self) -> Iterable[Metric]:
+        ratio, jobs = _plan_error_families()
+        grouped: dict[tuple[str, str], list[float]] = {}
+        try:
+            for error in self._plan_errors():
+                grouped.setdefault((error.device, error.phase), []).append(error.ratio)
+        except Unavailable:
+            return  # /readyz tells that; the other metrics are worth having
+        for (device, phase), ratios in sorted(grouped.items()):
+            ratio.add_metric([device, phase, "mean"], sum(ratios) / len(ratios))
+            ratio.add_metric([device, phase, "worst"], max(ratios, key=abs))
+            jobs.add_metric([device, phase], len(ratios))
+        yield ratio
+        yield jobs
+
+
+def _plan_error_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
+    return (
+        GaugeMetricFamily(
+            "stillhouse_plan_error_ratio",
+            "Measured peak memory over the planned, less one; the worst rank of each of the last "
+            "succeeded jobs, in phases where both count the same.",
+            labels=["device", "phase", "statistic"],
+        ),
+        GaugeMetricFamily(
+            "stillhouse_plan_error_jobs",
+            "Jobs that stillhouse_plan_error_ratio is of.",
+            labels=["device", "phase"],
+        ),
+    )
 
 
 class Observe:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.rundir import Report
 
 HEAVY = ["torch", "transformers", "accelerate"]
 
@@ -83,3 +85,26 @@ def test_the_application_is_imported_without_torch(module: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_metrics_say_how_far_the_plans_of_finished_jobs_were_off(desk: Any) -> None:
+    for measured in (8, 14):
+        claim = desk.running()
+        outcome = Outcome(
+            end=End.SUCCEEDED,
+            report=Report(outcome="succeeded"),
+            measured={"0": {"forward": measured}, "1": {"forward": 7}},
+            observed={"0": {"basis": "allocator"}, "1": {"basis": "allocator"}},
+        )
+        desk.end(claim, outcome)
+    text = desk.client.get("/metrics").text
+    labels = 'stillhouse_plan_error_ratio{device="cpu",phase="forward",statistic='
+    assert f'{labels}"worst"}} 1.0' in text
+    assert f'{labels}"mean"}} 0.57' in text  # of 1/7 and 7/7: planned were 7 bytes
+    assert 'stillhouse_plan_error_jobs{device="cpu",phase="forward"} 2.0' in text
+
+
+def test_metrics_are_there_while_the_database_is_away(offline: Any) -> None:
+    response = offline.client().get("/metrics")
+    assert response.status_code == 200
+    assert "stillhouse_plan_error" not in response.text

@@ -28,6 +28,8 @@ CPU_MESSAGE = (
     "you tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"
 )
 
+GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553"
+
 
 @pytest.mark.parametrize(
     ("error", "reason"),
@@ -42,6 +44,11 @@ CPU_MESSAGE = (
         (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
         (RuntimeError("[gloo] Timed out waiting 1800000ms for recv"), "collective_timeout"),
+        (
+            RuntimeError(f"[{GLOO}] Connection closed by peer [127.0.0.1]:20613"),
+            "collective_timeout",
+        ),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "crashed"),
         (RunFailed(Reason.NON_FINITE_LOSS, "nan"), "non_finite_loss"),
         (FileNotFoundError(errno.ENOENT, "no such file"), "crashed"),
         (ZeroDivisionError(), "crashed"),
@@ -72,6 +79,18 @@ def test_torchs_own_error_names_the_bytes_it_could_not_get():
     failure = describe(caught.value, rank=0, position=Position())
     assert failure.reason is Reason.HOST_OUT_OF_MEMORY
     assert failure.request_bytes == 2**46
+    assert failure.allocator["basis"] == "process"
+    assert failure.allocator["resident_bytes"] <= failure.allocator["peak_resident_bytes"]
+
+
+def test_a_failure_is_told_though_the_allocator_cannot_be_asked_any_more(monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    failure = describe(RuntimeError("first"), rank=0, position=Position())
+    assert (failure.message, failure.allocator) == ("first", None)
 
 
 def test_a_failure_is_written_for_the_worker_and_for_torchrun(tmp_path, monkeypatch):

@@ -32,6 +32,9 @@ MESSAGE = (
 )
 
 
+ONE_TEXT = {"max_length": 2048, "micro_batch_tokens": 2048}  # in a rank's micro-batch
+
+
 def _claim(tmp_path: Path, recipe: Recipe, **spec: Any) -> Claim:
     dataset = tmp_path / "ds"
     dataset.mkdir()
@@ -51,7 +54,7 @@ def _claim(tmp_path: Path, recipe: Recipe, **spec: Any) -> Claim:
         "dataset_id": "ds_1",
         "model": {"config": QWEN3_32B, "tokenizer": {"train": True, "vocab_size": 151936}},
         "recipe": recipe.model_dump(mode="json"),
-        "training": {"max_length": 2048, "micro_batch_tokens": 2048},
+        "training": ONE_TEXT | {"batch_size": 8},
         "resources": {"ranks": 8, "device": "k100_ai", "host_memory": "1024GiB"},
     }
     return Claim(
@@ -117,6 +120,40 @@ def test_the_first_remedy_that_fits_becomes_the_next_attempts_recipe(
     changed = Recipe.model_validate(recipe.model_dump() | found.recipe_changes)
     assert changed != recipe
     assert changed.optimizer_in_backward
+
+
+def test_a_remedy_that_the_jobs_own_plan_does_not_bear_out_is_not_offered(
+    tmp_path: Path, failure: Failure
+) -> None:
+    claim = _claim(tmp_path, Recipe(), training={"batch_size": 32} | ONE_TEXT)
+    found = _examine(tmp_path, claim, failure, log=MESSAGE)
+    # Four micro-batches a step accumulate: gradients have to be kept until the last.
+    assert "optimizer_in_backward" not in found.recipe_changes
+    assert found.plan is not None
+    assert found.plan["verdict"] == "fits"
+
+
+def test_every_change_of_a_remedy_is_one_that_a_retry_takes_and_that_is_new(
+    tmp_path: Path, failure: Failure
+) -> None:
+    recipe = Recipe(optimizer="adamw_bf16", activation_checkpointing=False)
+    training = {"max_length": 1024, "micro_batch_tokens": 8192, "batch_size": 64}
+    claim = _claim(tmp_path, recipe, training=training)
+    found = _examine(tmp_path, claim, failure, log=MESSAGE).diagnosis
+    assert found is not None
+    changes = [remedy["changes"] for remedy in found["remedies"]]
+    assert any("micro_batch_tokens" in change for change in changes)
+    now = recipe.model_dump(mode="json")
+    for change in changes:
+        assert Recipe.model_validate(now | change).model_dump(mode="json") == now | change
+        assert all(now[name] != value for name, value in change.items())
+
+
+def test_the_next_attempt_has_the_plan_of_its_own_recipe(tmp_path: Path, failure: Failure) -> None:
+    found = _examine(tmp_path, _claim(tmp_path, Recipe()), failure, log=MESSAGE)
+    assert found.plan is not None
+    assert found.plan["verdict"] == "fits"
+    assert found.plan["recipe"]["optimizer_in_backward"]
 
 
 def test_a_kernels_kill_is_examined_without_a_word_from_the_rank(tmp_path: Path) -> None:

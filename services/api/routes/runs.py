@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from services.api.deps import JobId, Parts, PartsDep
 from services.api.keys import requires
 from services.api.openapi import problems
-from services.api.series import RankMemory, Series, rank_memory, thinned
+from services.api.series import RankSeries, Series, rank_memory, thinned
 from services.shared.jobs.errors import NotFound, Unavailable
 from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import TERMINAL
@@ -153,7 +153,7 @@ class JobMemory(BaseModel):
     attempt: int
     planned_peak_bytes: int | None
     budget_bytes: int | None
-    ranks: list[RankMemory]
+    ranks: list[RankSeries]
 
 
 @router.get("/jobs/{job_id}/memory", operation_id="get_job_memory")
@@ -162,16 +162,15 @@ def get_job_memory(
 ) -> JobMemory:
     """Show each rank's memory over time, and its peak in each phase next to the planned one."""
     run, job = _run(parts, job_id, attempt)
-    plan = job.plan or {}
-    planned = plan.get("phases") or {}
+    number = attempt or job.attempt
+    plans = {tried.number: tried.plan for tried in job.attempts}
+    plan = plans.get(number, job.plan) or {}  # each attempt's own: a remedy changes the plan
     ranks = (
-        [rank_memory(run, rank, planned=planned, points=points) for rank in run.ranks()]
-        if run
-        else []
+        [rank_memory(run, rank, plan=plan, points=points) for rank in run.ranks()] if run else []
     )
     return JobMemory(
         job_id=job_id,
-        attempt=attempt or job.attempt,
+        attempt=number,
         planned_peak_bytes=plan.get("peak_bytes"),
         budget_bytes=plan.get("budget_bytes"),
         ranks=ranks,

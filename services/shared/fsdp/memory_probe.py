@@ -104,8 +104,9 @@ class MemoryProbe:
 
         Raises RunFailed(NOT_SHARDED) on every rank if it fails on any.
         """
-        observed = observe(sharded, self._world)
+        self.watch(sharded, None)
         record = self.measure("wrap")
+        observed = observe(sharded, self._world) | {"basis": record.basis}
         record.observed = observed
         append_record(self._file, record)
         faults = _faults(observed, sharded, allocated=record.allocated_bytes)

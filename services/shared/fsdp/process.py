@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -148,7 +150,8 @@ def join(run: RunDirectory, *, device: str, seed: int) -> World:
     if use_accelerator:
         place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(place)
-        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=place)
+        # gloo as well: with `offload = "all"` parameters and their collectives are on the host.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT)
     else:
         place = torch.device("cpu")
         dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -237,8 +240,11 @@ _HOST_MEMORY = re.compile(
 _DEVICE_MEMORY = re.compile(
     r"(CUDA|HIP|NPU|XPU|MLU|MPS|GCU) (error: )?out of memory", re.IGNORECASE
 )
+# A rank that waits for one that failed says this: gloo and NCCL, on a time-out, and where the other's
+# end closed the connection.
 _COLLECTIVE = re.compile(
-    r"timed out waiting|collective operation timeout|watchdog.*timeout|Timeout\(ms\)=",
+    r"timed out waiting|collective operation timeout|watchdog.*timeout|Timeout\(ms\)=|"
+    r"gloo.*(connection (closed|reset) by peer|broken pipe)|ncclRemoteError",
     re.IGNORECASE,
 )
 
@@ -276,12 +282,23 @@ def _request_bytes(message: str) -> int | None:
 
 
 def allocator_state() -> dict[str, Any] | None:
-    """Return the accelerator allocator's counters in bytes, or None where there is none."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    """Return the accelerator allocator's counters in bytes; without one, those of this process.
+
+    None where they cannot be read any more: whoever asks is failing, and has more to say.
+    """
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return _device_memory()
+        return _process_memory()
+    except (RuntimeError, OSError, ValueError):
         return None
+
+
+def _device_memory() -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info()
     stats = torch.cuda.memory_stats()
     return {
+        "basis": "allocator",
         "allocated_bytes": torch.cuda.memory_allocated(),
         "reserved_bytes": torch.cuda.memory_reserved(),
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
@@ -291,4 +308,19 @@ def allocator_state() -> dict[str, Any] | None:
         "num_ooms": stats.get("num_ooms", 0),
         "device_free_bytes": free,
         "device_total_bytes": total,
+    }
+
+
+def _process_memory() -> dict[str, Any]:
+    """Return what the kernel counts of this process; torch's CPU allocator counts nothing."""
+    with Path("/proc/self/status").open(encoding="ascii", errors="replace") as lines:
+        status = dict(line.split(":", 1) for line in lines if line.endswith(" kB\n"))
+    sizes = {name: int(value.split()[0]) * 1024 for name, value in status.items()}
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return {
+        "basis": "process",
+        "resident_bytes": sizes.get("VmRSS"),
+        "peak_resident_bytes": sizes.get("VmHWM"),
+        "address_space_bytes": sizes.get("VmSize"),
+        "address_space_limit_bytes": None if limit == resource.RLIM_INFINITY else limit,
     }

@@ -48,7 +48,7 @@ def claim(session: Session, job_id: str, *, worker: str, lease_seconds: float) -
     job = job_rows.get(session, job_id)
     session.execute(
         insert(AttemptRow).values(
-            job_id=job_id, number=job.attempt, worker=worker, recipe=job.recipe
+            job_id=job_id, number=job.attempt, worker=worker, recipe=job.recipe, plan=job.plan
         )
     )
     return Taken(job=job, earlier=_earlier_attempts(session, job))
@@ -170,6 +170,7 @@ def _end_attempt(
             measured=outcome.measured or None,
             observed=outcome.observed or None,
             diagnosis=outcome.diagnosis,
+            failure=outcome.failure,
         )
     )
     if target is JobState.QUEUED:
@@ -196,6 +197,7 @@ def _learned(job: JobRow, outcome: Outcome, target: JobState) -> dict[str, Any]:
     if target is JobState.QUEUED and outcome.recipe_changes:
         changed = Recipe.model_validate(job.recipe | outcome.recipe_changes)
         columns["recipe"] = changed.model_dump(mode="json")
+        columns["plan"] = outcome.plan
     return columns
 
 

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound
 from services.shared.jobs.ids import new_id
+from services.shared.jobs.measured import side_by_side
 from services.shared.jobs.moves import append_state_event, move
 from services.shared.jobs.paging import LARGEST_SEQ, checked_limit
 from services.shared.jobs.references import References, check_references
@@ -26,6 +27,7 @@ from services.shared.jobs.views import (
     JobView,
     Kind,
     Page,
+    PlanError,
     Ticket,
 )
 
@@ -80,7 +82,12 @@ def view(session: Session, job_id: str) -> JobView:
         select(JobRow.id).where(JobRow.parent_job_id == job_id).order_by(JobRow.id)
     )
     known = {name: getattr(row, name) for name in JobView.model_fields if hasattr(row, name)}
-    return JobView(**known, model_id=model_id, child_job_ids=list(children))
+    return JobView(
+        **known,
+        model_id=model_id,
+        child_job_ids=list(children),
+        attempts=_attempts(session, job_id),
+    )
 
 
 def list_page(
@@ -120,12 +127,40 @@ def events(session: Session, job_id: str, *, after_seq: int, limit: int) -> list
 
 def attempts(session: Session, job_id: str) -> list[AttemptView]:
     """Return the attempts of a job in order; raises NotFound for an unknown job."""
-    rows = session.scalars(
-        select(AttemptRow).where(AttemptRow.job_id == job_id).order_by(AttemptRow.number)
-    ).all()
-    if not rows:
+    found = _attempts(session, job_id)
+    if not found:
         get(session, job_id)
-    return [AttemptView.model_validate(row, from_attributes=True) for row in rows]
+    return found
+
+
+def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
+    """Return how far the plans of the last succeeded jobs were off, phase by phase.
+
+    Of several ranks the one that is furthest off counts. Nothing is said of phases in which the
+    probe could not count what the plan counts.
+    """
+    rows = session.execute(
+        select(
+            JobRow.spec["resources"]["device"].astext,
+            JobRow.plan["phases"],
+            JobRow.plan["teacher_placement"],
+            JobRow.measured,
+            JobRow.observed,
+        )
+        .where(JobRow.state == JobState.SUCCEEDED, JobRow.plan.is_not(None))
+        .order_by(JobRow.id.desc())
+        .limit(limit)
+    )
+    found = []
+    for device, phases, placement, measured, observed in rows:
+        plan = {"phases": phases, "teacher_placement": placement}
+        worst: dict[str, float] = {}
+        for rank in side_by_side(plan, measured, observed).values():
+            for phase, memory in rank.phases.items():
+                if memory.error_ratio is not None:
+                    worst[phase] = max(worst.get(phase, 0.0), memory.error_ratio, key=abs)
+        found += [PlanError(device, phase, ratio) for phase, ratio in worst.items()]
+    return found
 
 
 def request_cancel(session: Session, job_id: str) -> None:
@@ -227,6 +262,13 @@ def changed_spec(
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:] if part != "Recipe")
         raise InvalidInput(f"{field}: {first['msg']}", field=field) from error
+
+
+def _attempts(session: Session, job_id: str) -> list[AttemptView]:
+    rows = session.scalars(
+        select(AttemptRow).where(AttemptRow.job_id == job_id).order_by(AttemptRow.number)
+    )
+    return [AttemptView.model_validate(row, from_attributes=True) for row in rows]
 
 
 def _by_key(session: Session, key: str, sha256: str) -> str | None:

@@ -84,6 +84,7 @@ class MemoryRecord(_Record):
     peak_reserved_bytes: int = 0
     device_total_bytes: int | None = None
     host_rss_bytes: int | None = None
+    basis: str | None = None  # what was counted: "allocator", or what the rank could walk
     observed: dict[str, Any] | None = None
 
 

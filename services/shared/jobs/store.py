@@ -31,6 +31,7 @@ from services.shared.jobs.views import (
     Kind,
     ModelView,
     Page,
+    PlanError,
     PromotionView,
     Ticket,
 )
@@ -136,6 +137,11 @@ class Store:
         """Return the attempts of a job in order; raises NotFound."""
         with transaction(self.engine) as session:
             return job_rows.attempts(session, job_id)
+
+    def plan_errors(self, *, limit: int = 100) -> list[PlanError]:
+        """Return how far the plans of the last succeeded jobs were off, by device and phase."""
+        with transaction(self.engine) as session:
+            return job_rows.plan_errors(session, limit=limit)
 
     def request_cancel(self, job_id: str) -> JobView:
         """Cancel a job that has not started, or ask the worker of a running one to stop.

@@ -184,6 +184,8 @@ class AttemptRow(Table):
     measured: Mapped[dict[str, Any] | None]
     observed: Mapped[dict[str, Any] | None]
     diagnosis: Mapped[dict[str, Any] | None]
+    plan: Mapped[dict[str, Any] | None]
+    failure: Mapped[dict[str, Any] | None]  # of the rank to blame
 
     __table_args__ = (
         CheckConstraint("number >= 1", name="number_positive"),

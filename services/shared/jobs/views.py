@@ -8,9 +8,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 
 from services.shared.datasets.card import DatasetCard
+from services.shared.jobs.measured import RankMemory, side_by_side
 from services.shared.jobs.outcome import Outcome
 from services.shared.jobs.promotion import GateResult
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
@@ -59,23 +60,6 @@ class JobSummary(_View):
     ended_at: datetime | None
 
 
-class JobView(JobSummary):
-    """Everything that `GET /jobs/{id}` shows."""
-
-    spec: TeacherSpec | DistillSpec
-    recipe: dict[str, Any]  # of the next or running attempt, `auto` resolved
-    plan: dict[str, Any] | None
-    metrics: dict[str, Any] | None  # last evaluation: {"heads": {name: {...}}, ...}
-    measured: dict[str, dict[str, int]] | None  # rank -> phase -> peak allocated bytes
-    observed: dict[str, Any] | None  # rank -> what the probe saw after wrapping
-    diagnosis: dict[str, Any] | None
-    max_attempts: int
-    worker: str | None
-    teacher_model_id: str | None
-    model_id: str | None
-    child_job_ids: list[str]
-
-
 class AttemptView(_View):
     """One run of a job by one worker."""
 
@@ -93,6 +77,32 @@ class AttemptView(_View):
     measured: dict[str, dict[str, int]] | None
     observed: dict[str, Any] | None
     diagnosis: dict[str, Any] | None
+    plan: dict[str, Any] | None  # that it ran with
+    failure: dict[str, Any] | None  # of the rank to blame: its request, its allocator's state
+
+
+class JobView(JobSummary):
+    """Everything that `GET /jobs/{id}` shows."""
+
+    spec: TeacherSpec | DistillSpec
+    recipe: dict[str, Any]  # of the next or running attempt, `auto` resolved
+    plan: dict[str, Any] | None
+    metrics: dict[str, Any] | None  # last evaluation: {"heads": {name: {...}}, ...}
+    measured: dict[str, dict[str, int]] | None  # rank -> phase -> peak allocated bytes
+    observed: dict[str, Any] | None  # rank -> what the probe saw after wrapping
+    diagnosis: dict[str, Any] | None
+    max_attempts: int
+    worker: str | None
+    teacher_model_id: str | None
+    model_id: str | None
+    child_job_ids: list[str]
+    attempts: list[AttemptView]  # every one, with the recipe and the plan that it ran with
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def memory(self) -> dict[str, RankMemory]:
+        """Planned and measured peaks of each phase, by rank."""
+        return side_by_side(self.plan, self.measured, self.observed)
 
 
 class EventType(str, Enum):
@@ -145,6 +155,14 @@ class PromotionView(_View):
     forced: bool
     reason: str | None
     created_at: datetime
+
+
+class PlanError(NamedTuple):
+    """By how much the worst rank of a finished job exceeded its plan, as a share of the plan."""
+
+    device: str
+    phase: str
+    ratio: float
 
 
 class Ticket(NamedTuple):

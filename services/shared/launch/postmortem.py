@@ -7,6 +7,7 @@ its ranks recorded.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.planning import (
     engine_of,
     machine_of,
+    plan_job,
     shape_of,
     to_memory_recipe,
     to_spec_changes,
@@ -27,11 +29,11 @@ from services.shared.jobs.spec import Precision, Recipe, TeacherSpec, TrainedTok
 from services.shared.jobs.views import Claim
 from services.shared.launch.verdict import Blame, PostMortem
 from services.shared.memory.case import Case
-from services.shared.memory.diagnosis import Diagnosis
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics import diagnose
 from services.shared.memory.recipe import Engine
 from services.shared.memory.recipe import Recipe as MemoryRecipe
+from services.shared.memory.remedies import alternatives
 
 log = structlog.get_logger(__name__)
 
@@ -51,12 +53,20 @@ def examine_memory(
         planned = _memory_recipe(claim, recipe, settings)
         facts = _facts(claim, recipe, planned, settings)
         told = _told(blame, run=run, exit_code=exit_code)
-        diagnosis = diagnose(Case.from_json(facts | told))
+        document = diagnose(Case.from_json(facts | told)).to_json()
+        if planned is None:
+            return PostMortem(diagnosis=document, recipe_changes={})
+        remedies = list(_remedies(document["remedies"], claim, planned, settings))
     except InvalidInput as error:
         log.warning("no_diagnosis", job_id=claim.job_id, error=str(error))
         return PostMortem(diagnosis=None, recipe_changes={})
-    changes = _fitting_changes(diagnosis, recipe, planned) if planned else {}
-    return PostMortem(diagnosis=diagnosis.to_json(), recipe_changes=changes)
+    fitting = [r["changes"] for r in remedies if r["changes"] and r["verdict"] == "fits"]
+    changes: dict[str, Any] = fitting[0] if fitting else {}
+    return PostMortem(
+        diagnosis=document | {"remedies": remedies},
+        recipe_changes=changes,
+        plan=_plan_with(changes, claim, recipe, settings) if changes else None,
+    )
 
 
 def _memory_recipe(claim: Claim, recipe: Recipe, settings: JobSettings) -> MemoryRecipe | None:
@@ -131,16 +141,47 @@ def _told(blame: Blame, *, run: RunDirectory, exit_code: int) -> dict[str, Any]:
     return told
 
 
-def _fitting_changes(diagnosis: Diagnosis, recipe: Recipe, planned: MemoryRecipe) -> dict[str, Any]:
-    """Return the recipe fields of the first remedy that fits and that the ranks can run."""
-    now = recipe.model_dump(mode="json")
-    for remedy in diagnosis.remedies:
-        if remedy.verdict != "fits" or not remedy.changes:
-            continue
-        changes = to_spec_changes(remedy.changes, planned)
-        if changes and any(now.get(name) != value for name, value in changes.items()):
-            return changes
-    return {}
+def _remedies(
+    proposed: list[dict[str, Any]], claim: Claim, planned: MemoryRecipe, settings: JobSettings
+) -> Iterator[dict[str, Any]]:
+    """Yield what to change: faults as the diagnosis names them, recipes as the job's own plan does.
+
+    A case says less than a spec (how often gradients accumulate, which units there are), so its
+    recipes are replaced by the plan's, whose `changes` are those that a retry takes.
+    """
+    faults = [remedy for remedy in proposed if not remedy["changes"]]
+    yield from faults
+    if len(faults) == len(proposed):  # no smaller recipe would help
+        return
+    assert isinstance(claim.spec, TeacherSpec)
+    shape = shape_of(claim.spec.model, directory=claim.model_dir, classes=_classes(claim))
+    for offer in alternatives(shape, planned, machine_of(claim.spec, settings)):
+        changes = to_spec_changes(offer.changes, planned)
+        if changes:
+            yield {
+                "change": offer.change,
+                "predicted_peak_bytes": offer.plan.peak_bytes,
+                "verdict": str(offer.plan.verdict),
+                "costs": offer.costs,
+                "changes": changes,
+            }
+    yield from (r for r in proposed if r["changes"] and r["verdict"] == "does_not_fit")
+
+
+def _plan_with(
+    changes: dict[str, Any], claim: Claim, recipe: Recipe, settings: JobSettings
+) -> dict[str, Any]:
+    """Return the plan of the job with a changed recipe."""
+    assert isinstance(claim.spec, TeacherSpec)
+    changed = Recipe.model_validate(recipe.model_dump(mode="json") | changes)
+    spec = claim.spec.model_copy(update={"recipe": changed, "allow_overcommit": True})
+    return plan_job(
+        spec,
+        model=shape_of(spec.model, directory=claim.model_dir, classes=_classes(claim)),
+        teacher=None,
+        machine=machine_of(spec, settings),
+        engine=engine_of(settings),
+    ).plan
 
 
 def _config(claim: Claim) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class PostMortem:
 
     diagnosis: dict[str, Any] | None
     recipe_changes: dict[str, Any]  # of the first remedy that fits; empty if none does
+    plan: dict[str, Any] | None = None  # of the recipe so changed
 
 
 Examine = Callable[[Blame], PostMortem]
@@ -81,7 +82,9 @@ def reach_verdict(
         exit_code=ending.exit_code,
         failed_rank=blame.rank,
         diagnosis=found.diagnosis,
+        failure=blame.failure.model_dump(mode="json") if blame.failure else None,
         recipe_changes=found.recipe_changes if retry else {},
+        plan=found.plan if retry else None,
         **evidence,
     )
 

@@ -1,0 +1,109 @@
+"""Ranks of a real teacher job that fail in the way that the job's name says, when step 2 begins.
+
+    torchrun ... -m failing_ranks RUN_DIR
+
+Everything but the fault is the product's own: the loop, the probe, the failure files.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.shared.fsdp import shard
+from services.shared.jobs.rundir import RunDirectory, RunInput
+from services.trainer import finetune, main
+
+MIB = 2**20
+# What a rank may take in step 2 beyond what it holds: between the plans of the two recipes.
+HEADROOM_BYTES = 450 * MIB
+# More than any machine has: torch's own allocator refuses it and says so.
+IMPOSSIBLE_BYTES = 2**50
+ECHO_AFTER = timedelta(seconds=3)
+LINGER_SECONDS = 60
+
+_run = RunDirectory(Path(sys.argv[1]))
+
+
+def exceed_the_address_space(_rank: int) -> None:
+    """Let the kernel refuse this rank more address space than the headroom, as `ulimit -v` does."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + HEADROOM_BYTES,) * 2)
+
+
+def be_killed_by_the_kernel(rank: int) -> None:
+    """Fill the memory cgroup that rank 1 is in; without one, die as if and let it be counted."""
+    if rank != 1:
+        return
+    cgroup = os.environ.get("TEST_CGROUP")
+    if cgroup is None:
+        Path(os.environ["TEST_COUNTER"]).write_text("oom_kill 1\n")
+        os.kill(os.getpid(), 9)
+    used = int(Path(cgroup, "memory.usage_in_bytes").read_text())
+    Path(cgroup, "memory.limit_in_bytes").write_text(str(used + 32 * MIB))
+    held = []
+    while True:
+        held.append(torch.ones(16 * MIB))
+
+
+def fail_alone(rank: int) -> None:
+    """Run rank 1 out of memory; the others wait for it in a collective until that times out."""
+    if rank == 1:
+        torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8)
+    dist.distributed_c10d._set_pg_timeout(ECHO_AFTER)
+
+
+def linger() -> None:
+    """Stay until the others have failed, too: torchrun sees their echo before the cause."""
+    others = [_run.failure_file(rank) for rank in range(int(os.environ["WORLD_SIZE"]) - 1)]
+    deadline = time.monotonic() + LINGER_SECONDS
+    while not all(file.exists() for file in others) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def leave_parameters_whole(classifier: Any, *_: Any) -> Any:
+    """Do what a wrong configuration does: nothing is wrapped, every rank holds everything."""
+    return classifier.to_empty(device="cpu")
+
+
+def at_the_second_step(fault: Callable[[int], None]) -> None:
+    """Let the loop meet the fault once, when its second step begins (or the first after that)."""
+    seed_step, met = finetune.seed_step, []
+
+    def seeded(seed: int, step: int, rank: int) -> None:
+        seed_step(seed, step, rank)
+        if step >= 1 and not met:
+            met.append(step)
+            fault(rank)
+
+    finetune.seed_step = seeded
+
+
+def run() -> None:
+    """Prepare the fault, then be a rank of a teacher job."""
+    name = RunInput.model_validate_json(_run.spec.read_bytes()).spec.name
+    if name == "leave_parameters_whole":
+        shard._fsdp1 = shard._fsdp2 = leave_parameters_whole
+    else:
+        at_the_second_step(globals()[name])
+    if os.environ["RANK"] == "1" and "TEST_CGROUP" in os.environ:
+        Path(os.environ["TEST_CGROUP"], "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        main.main()
+    except BaseException:
+        if name == "fail_alone" and os.environ["RANK"] == "1":
+            linger()
+        raise
+
+
+if __name__ == "__main__":
+    run()

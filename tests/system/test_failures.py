@@ -1,0 +1,286 @@
+"""Real failures of real ranks, from the claim to the row that `GET /jobs/{id}` shows."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.api.admission import Admitter
+from services.api.app import create_app
+from services.api.deps import Parts
+from services.api.keys import Keys
+from services.api.planner import Planner
+from services.api.settings import ApiSettings
+from services.api.telemetry import Metrics
+from services.shared.datasets.ingest import ingest
+from services.shared.datasets.upload import Format, HeadColumn, Layout
+from services.shared.jobs.ids import new_id
+from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.spec import TeacherSpec
+from services.shared.jobs.state import JobState, Reason
+from services.shared.jobs.store import Store, open_store
+from services.shared.jobs.views import JobView, Ticket
+from services.shared.launch import supervise
+from services.shared.launch.oom_counter import OomCounters
+from services.shared.launch.task import run_job
+from tests.api.conftest import FakePredictor
+from tests.conftest import make_cgroup, remove_cgroup
+
+HERE = Path(__file__).parent
+MIB = 2**20
+# Narrow and deep in the middle: the activations of its MLP outweigh all else.
+HIDDEN, INTERMEDIATE, LAYERS, TOKENS = 64, 5632, 3, 2048
+MODEL = {
+    "config": {
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "tokenizer": {"train": True, "vocab_size": 400},
+}
+TRAINING = {
+    "max_steps": 3,
+    "checkpoint_every_steps": 1,
+    "batch_size": 16,
+    "max_length": 256,
+    "micro_batch_tokens": TOKENS,
+    "learning_rate": 1e-3,
+}
+RECIPE = {"compute": "float32", "reduce": "float32", "activation_checkpointing": False}
+
+
+@pytest.fixture
+def settings(database_url: str, data_dir: Path) -> ApiSettings:
+    return ApiSettings(
+        database_url=database_url,
+        broker_url="redis://nowhere",
+        data_dir=data_dir,
+        heartbeat_seconds=0.2,
+    )
+
+
+@pytest.fixture
+def store(settings: ApiSettings) -> Iterator[Store]:
+    store = open_store(settings)
+    yield store
+    store.engine.dispose()
+
+
+@pytest.fixture(autouse=True)
+def _the_failing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # others reserve address space that they do not use
+
+
+@pytest.fixture
+def client(settings: ApiSettings, store: Store) -> TestClient:
+    """The HTTP door with its real admission; nothing is served and nothing is sent."""
+    parts = Parts(
+        settings=settings,
+        store=store,
+        send=lambda *_: True,
+        predictor=FakePredictor(),
+        admit=Admitter(settings, plan=Planner(store, settings)),
+        keys=Keys({}),
+        metrics=Metrics(),
+    )
+    return TestClient(create_app(parts), base_url="http://127.0.0.1:8000")
+
+
+@pytest.fixture
+def kernel_kill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A memory cgroup for rank 1; where none can be made, a counter that rank 1 moves itself."""
+    made = make_cgroup()
+    if made is None:
+        counter = tmp_path / "proc" / "vmstat"
+        counter.parent.mkdir()
+        counter.write_text("oom_kill 0\n")
+        monkeypatch.setenv("TEST_COUNTER", str(counter))
+        monkeypatch.setattr(supervise, "OomCounters", partial(OomCounters, root=tmp_path))
+        yield
+        return
+    monkeypatch.setenv("TEST_CGROUP", str(made))
+    yield
+    remove_cgroup(made)
+
+
+def rows() -> Iterator[dict[str, str]]:
+    """Texts longer than `max_length`, so that every micro-batch is as large as the plan says."""
+    draw = random.Random(7)
+    for number in range(80):
+        label = draw.choice(["good", "bad"])
+        words = {"good": ["great", "clean", "kind"], "bad": ["dirty", "rude", "slow"]}[label]
+        yield {"text": f"{number} " + " ".join(draw.choices(words, k=300)), "label": label}
+
+
+@pytest.fixture
+def dataset(store: Store, tmp_path: Path) -> str:
+    upload = tmp_path / "texts.jsonl"
+    upload.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    card = ingest(
+        upload,
+        format=Format.JSONL,
+        layout=Layout(heads=[HeadColumn(name="label")]),
+        id=new_id("ds"),
+        name="texts",
+        datasets_dir=store.settings.datasets_dir,
+    )
+    store.add_dataset(card)
+    return card.id
+
+
+def spec(fault: str, dataset: str, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "teacher",
+        "name": fault,
+        "dataset_id": dataset,
+        "model": MODEL,
+        "training": TRAINING,
+        "recipe": RECIPE,
+        "resources": {"ranks": 2, "device": "cpu", "device_memory": "1400MiB"},
+        "max_attempts": 2,
+    } | more
+
+
+def run(store: Store, job_id: str) -> list[Ticket]:
+    """Do what a worker does with one message."""
+    sent: list[Ticket] = []
+    run_job(
+        job_id,
+        store=store,
+        module="failing_ranks",
+        worker="here",
+        stopping=lambda: False,
+        send=sent.append,
+    )
+    return sent
+
+
+def submit(store: Store, fault: str, dataset: str, **more: Any) -> JobView:
+    wanted = TeacherSpec.model_validate(spec(fault, dataset, **more))
+    planned = Planner(store, store.settings)(wanted)
+    assert planned is not None
+    return store.create_job(wanted, plan=planned.plan, recipe=planned.recipe)[0]
+
+
+MLP_BYTES = TOKENS * INTERMEDIATE * 4  # one float32 [tokens, intermediate]
+
+
+def test_a_refused_tensor_is_named_and_the_remedy_that_is_sent_back_works(
+    client: TestClient, store: Store, dataset: str
+) -> None:
+    job = client.post("/jobs", json=spec("exceed_the_address_space", dataset)).json()
+    run(store, job["id"])
+    job = client.get(f"/jobs/{job['id']}").json()
+    # A CPU's allocator is the host's: there is no device whose memory could be out.
+    assert (job["state"], job["reason"]) == ("failed", "host_out_of_memory")
+    found = job["diagnosis"]
+    assert (found["cause"], found["sharded"]) == ("host_memory", "yes")
+    assert found["message"]["requested_bytes"] == MLP_BYTES
+    named = {key: found["request"][0][key] for key in ("what", "bytes", "dtype", "match")}
+    assert named == {
+        "what": "MLP activation of 2,048 tokens",
+        "bytes": MLP_BYTES,
+        "dtype": "float32",
+        "match": "exact",
+    }
+
+    remedy = next(r for r in found["remedies"] if r["verdict"] == "fits")
+    again = client.post(f"/jobs/{job['id']}/retry", json={"changes": remedy["changes"]})
+    assert again.status_code == 202, again.text
+    run(store, again.json()["id"])
+    retried = client.get(again.headers["Location"]).json()
+    assert retried["state"] == "succeeded", retried["message"]
+    assert retried["spec"]["training"] == job["spec"]["training"]
+    assert retried["plan"]["peak_bytes"] < job["plan"]["peak_bytes"]
+    assert steps(store, retried["id"], 1) == [2, 3]
+
+
+def test_a_rank_that_the_kernel_kills_is_named_with_its_reason(
+    store: Store, dataset: str, kernel_kill: None
+) -> None:
+    job = submit(store, "be_killed_by_the_kernel", dataset)
+    run(store, job.id)
+    job, (attempt,) = store.job(job.id), store.attempts(job.id)
+    assert (job.state, job.reason) == (JobState.FAILED, Reason.HOST_OUT_OF_MEMORY)
+    assert (attempt.failed_rank, attempt.reason) == (1, Reason.HOST_OUT_OF_MEMORY)
+    assert "rank 1" in str(job.message)
+    assert job.diagnosis is not None
+    assert job.diagnosis["cause"] == "host_memory"
+
+
+def test_ranks_that_hold_the_whole_model_are_stopped_before_the_first_step(
+    store: Store, dataset: str
+) -> None:
+    job = submit(store, "leave_parameters_whole", dataset)
+    run(store, job.id)
+    job = store.job(job.id)
+    assert (job.state, job.reason) == (JobState.FAILED, Reason.NOT_SHARDED)
+    assert steps(store, job.id, 1) == []
+    assert job.observed is not None
+    assert set(job.observed) == {"0", "1"}
+    for seen in job.observed.values():
+        assert (seen["sharded_units"], seen["expected_units"]) == (0, LAYERS + 2)
+        assert seen["local_parameter_bytes"] == seen["whole_model_bytes"]
+        assert seen["expected_local_parameter_bytes"] <= seen["whole_model_bytes"] / 2 + 4096
+    failed = store.settings.run_dir(job.id, 1) / "ranks"
+    assert {read(failed / str(rank))["reason"] for rank in (0, 1)} == {"not_sharded"}
+    assert job.diagnosis is not None
+    assert (job.diagnosis["cause"], job.diagnosis["sharded"]) == ("not_sharded", "no")
+
+
+def test_the_rank_that_failed_is_blamed_and_not_those_that_waited_for_it(
+    store: Store, dataset: str
+) -> None:
+    job = submit(store, "fail_alone", dataset, timeout_seconds=240)
+    run(store, job.id)
+    job, (attempt,) = store.job(job.id), store.attempts(job.id)
+    echo, cause = (read(store.settings.run_dir(job.id, 1) / f"ranks/{rank}") for rank in (0, 1))
+    assert (echo["reason"], cause["reason"]) == ("collective_timeout", "host_out_of_memory")
+    assert (attempt.failed_rank, job.reason) == (1, Reason.HOST_OUT_OF_MEMORY)
+    assert job.state is JobState.FAILED
+    assert job.diagnosis is not None
+    assert job.diagnosis["message"]["requested_bytes"] == 2**50
+
+
+def test_a_job_that_may_try_again_goes_on_with_the_remedy_from_its_checkpoint(
+    store: Store, dataset: str
+) -> None:
+    job = submit(store, "exceed_the_address_space", dataset, on_out_of_memory="retry")
+    assert run(store, job.id) == [Ticket(job.id, "teacher")]
+    assert store.job(job.id).state is JobState.QUEUED
+    run(store, job.id)
+    job, (first, second) = store.job(job.id), store.attempts(job.id)
+    assert (job.state, job.reason) == (JobState.SUCCEEDED, None)
+    assert (first.ending, second.ending) == ("retry", "succeeded")
+    assert first.reason is Reason.HOST_OUT_OF_MEMORY
+    assert first.diagnosis is not None
+    changed = {name for name in first.recipe if first.recipe[name] != second.recipe[name]}
+    assert changed == {"activation_checkpointing"}
+    assert steps(store, job.id, 1) == [1]
+    assert steps(store, job.id, 2) == [2, 3]
+
+
+def steps(store: Store, job_id: str, attempt: int) -> list[int]:
+    """Return the steps that an attempt finished."""
+    file = RunDirectory(store.settings.run_dir(job_id, attempt)).progress
+    records = [record for _, record in read_records(file, ProgressRecord)]
+    return [r.step for r in records if r.step and r.loss is not None]
+
+
+def read(rank_dir: Path) -> dict[str, Any]:
+    """Return what a rank wrote while failing."""
+    failure: dict[str, Any] = json.loads((rank_dir / "failure.json").read_text())
+    return failure
