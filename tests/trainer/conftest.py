@@ -120,24 +120,37 @@ def dataset_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def torchrun() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a teacher job on some ranks and wait for its end."""
+def begin() -> Callable[..., subprocess.Popen[str]]:
+    """Start a teacher job on some ranks."""
 
-    def launch(
-        run: RunDirectory, task: RunInput, *, ranks: int = 2
-    ) -> subprocess.CompletedProcess[str]:
+    def launch(run: RunDirectory, task: RunInput, *, ranks: int = 2) -> subprocess.Popen[str]:
         write_json(run.spec, task)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "-m", "services.trainer.main", str(run.path)]
-        return subprocess.run(
+        return subprocess.Popen(
             command,
             cwd=REPOSITORY,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=240,
-            check=False,
         )
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def torchrun(begin: Callable[..., subprocess.Popen[str]]) -> Callable[..., tuple[int, str]]:
+    """Run a teacher job to its end; return its exit code and what it said on stderr."""
+
+    def launch(run: RunDirectory, task: RunInput, *, ranks: int = 2) -> tuple[int, str]:
+        process = begin(run, task, ranks=ranks)
+        try:
+            _, said = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return process.returncode, said
 
     return launch
 

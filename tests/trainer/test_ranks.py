@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import subprocess
 
 import pytest
 
+from services.shared.fsdp import checkpoint
 from services.shared.jobs.rundir import (
     Failure,
+    ProgressRecord,
     Report,
     RunDirectory,
     StopRequest,
     read_record,
+    read_records,
     write_json,
 )
 from services.shared.jobs.state import Reason
@@ -22,8 +27,8 @@ from services.shared.jobs.state import Reason
 def uninterrupted(torchrun, make_task, tmp_path_factory) -> RunDirectory:
     run = RunDirectory(tmp_path_factory.mktemp("uninterrupted"))
     task = make_task(training={"checkpoint_every_steps": 5, "keep_checkpoints": 10})
-    done = torchrun(run, task)
-    assert done.returncode == 0, done.stderr[-4000:]
+    code, said = torchrun(run, task)
+    assert code == 0, said[-4000:]
     return run
 
 
@@ -43,13 +48,13 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_bits(
     task = make_task(training={"checkpoint_every_steps": 5, "keep_checkpoints": 10})
     run = RunDirectory(tmp_path)
     write_json(run.stop, StopRequest(reason="cancelled"))
-    assert torchrun(run, task).returncode == 0
+    assert torchrun(run, task)[0] == 0
     report = read_record(run.report, Report)
     assert report is not None
     assert (report.outcome, report.stop_reason, report.steps) == ("stopped", "cancelled", 1)
     run.stop.unlink()
     run.report.unlink()
-    assert torchrun(run, task).returncode == 0
+    assert torchrun(run, task)[0] == 0
     assert weights_of(run) == weights_of(uninterrupted)
 
 
@@ -58,7 +63,7 @@ def test_one_rank_continues_what_two_began(torchrun, make_task, uninterrupted, t
     shutil.copytree(uninterrupted.checkpoints / "step-00000005", earlier / "step-00000005")
     run = RunDirectory(tmp_path / "run")
     task = make_task(training={"checkpoint_every_steps": 5}, resume_dir=earlier)
-    assert torchrun(run, task, ranks=1).returncode == 0
+    assert torchrun(run, task, ranks=1)[0] == 0
     ours, theirs = (read_record(r.report, Report) for r in (run, uninterrupted))
     assert ours is not None
     assert theirs is not None
@@ -71,10 +76,27 @@ def test_a_failing_rank_says_why(torchrun, make_task, tmp_path):
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"never read")
     task = make_task(model_dir=tmp_path / "pickled", spec={"model": {"path": "pickled"}})
-    done = torchrun(run, task)
-    assert done.returncode != 0
+    code, _ = torchrun(run, task)
+    assert code != 0
     failure = read_record(run.failure_file(0), Failure)
     assert failure is not None
     assert failure.reason is Reason.BAD_MODEL
     assert failure.phase == "load"
     assert not run.report.exists()
+
+
+def test_sigterm_is_answered_with_a_checkpoint(begin, make_task, tmp_path):
+    run = RunDirectory(tmp_path)
+    process = begin(run, make_task(training={"epochs": 1000}))
+    while not any(record.step for _, record in read_records(run.progress, ProgressRecord)):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.1)
+        assert process.returncode is None, process.stderr.read()[-4000:]
+    process.terminate()
+    process.communicate(timeout=120)
+    report = read_record(run.report, Report)
+    assert report is not None
+    assert (report.outcome, report.stop_reason) == ("stopped", "handed_back")
+    (saved,) = checkpoint.complete_checkpoints(run.checkpoints)
+    assert saved.name == f"step-{report.steps:08d}"
+    assert run.failures() == []
