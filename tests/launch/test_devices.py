@@ -70,10 +70,10 @@ def test_the_first_whole_object_is_taken() -> None:
 
 def test_binding_needs_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.shared.launch.devices.shutil.which", lambda name: "/bin/numactl")
-    assert why_not_bind("CapEff:\t00000000a80425fb\n") == (
-        "CAP_SYS_NICE is not held (container: cap_add SYS_NICE)"
+    assert why_not_bind("CapBnd:\t00000000a80425fb\n") == (
+        "CAP_SYS_NICE cannot be had (container: cap_add SYS_NICE)"
     )
-    assert why_not_bind("CapEff:\t00000000a8c425fb\n") is None
+    assert why_not_bind("CapBnd:\t00000000a8c425fb\n") is None
 
 
 def test_the_cpuset_is_read_with_its_ranges() -> None:
