@@ -50,7 +50,8 @@ def serving(command: Sequence[str], *, port: int, env: dict[str, str], log: Path
             _wait(port, process, log)
             yield process.pid
         finally:
-            tree = psutil.Process(process.pid).children(recursive=True)
+            alive = process.poll() is None
+            tree = psutil.Process(process.pid).children(recursive=True) if alive else []
             process.terminate()
             try:
                 process.wait(20)

@@ -29,6 +29,7 @@ from services.api.serving.slot import ActiveStudent
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.datasets.card import Head
+from services.shared.jobs.store import open_store
 
 HEADS = [Head(name="h3", labels=["a", "b", "c"])]
 
@@ -68,13 +69,14 @@ def main() -> None:
         student = ActiveStudent("null", "null", "null", HEADS, 256, encoder, NullEngine())
         predictor.slot.swap("default", student)
     unused: Any = None
+    settings = ApiSettings(
+        database_url="postgresql+psycopg://nobody@127.0.0.1:1/nothing",
+        broker_url="redis://127.0.0.1:1/0",
+        data_dir=Path(tempfile.gettempdir()),
+    )
     parts = Parts(
-        settings=ApiSettings(
-            database_url="postgresql://unused",
-            broker_url="redis://unused",
-            data_dir=Path(tempfile.gettempdir()),
-        ),
-        store=unused,
+        settings=settings,
+        store=open_store(settings),
         send=unused,
         predictor=predictor,
         admit=unused,
