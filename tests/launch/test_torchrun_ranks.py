@@ -1,8 +1,10 @@
 """Real torchrun, real ranks: what dies with what, and what torchrun says of it."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from services.shared.jobs.rundir import RunDirectory
@@ -78,8 +80,9 @@ def test_ranks_die_with_a_torchrun_that_is_killed(run: RunDirectory, launch: Lau
     def beat() -> Beat:
         seen.extend(_pids(run) if not seen else [])
         for member in marked(str(run.path)) if seen else []:
-            if "torch.distributed.run" in member.cmdline():
-                member.kill()
+            with suppress(psutil.NoSuchProcess):  # it died since it was listed
+                if "torch.distributed.run" in member.cmdline():
+                    member.kill()
         return Beat.CONTINUE
 
     ending = _supervise(run, launch, beat)
