@@ -169,7 +169,7 @@ def _watch(client: Client, part: str, job_id: str, *, console: Console) -> dict[
     with Progress(*columns, console=console) as bars:
         bar = bars.add_task(part, total=1, phase="waiting", loss="")
         while True:
-            job = client.get(f"/jobs/{job_id}")
+            job: dict[str, Any] = client.get(f"/jobs/{job_id}")
             progress = job["progress"] or {}
             loss = progress.get("loss")
             bars.update(
