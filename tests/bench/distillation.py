@@ -273,11 +273,11 @@ def table(
     rows = datasets["labelled"]["rows"]
     more = sum(datasets["rest"]["rows"].values())
     lines = [
-        f"{len(results)} seeds; {rows['train']} labelled and {more} unlabelled training texts, "
+        f"Seeds: {len(results)}. {rows['train']} labelled and {more} unlabelled training texts, "
         f"{rows['validation']} validation, {rows['test']} test texts; {options.steps} steps of 32 "
         f"texts for each student. {_machine()}",
         "",
-        "| macro-F1 on test, mean ± spread over seeds | " + " | ".join(heads) + " |",
+        "| macro-F1 on test, mean ± standard deviation over seeds | " + " | ".join(heads) + " |",
         "|---|" + "---|" * len(heads),
     ]
     first = results[0]["arms"]["distilled"]
@@ -314,8 +314,9 @@ def table(
 
 
 def _spread(values: Sequence[float]) -> str:
-    spread = stdev(values) if len(values) > 1 else 0.0
-    return f"{mean(values):.4f} ± {spread:.4f}"
+    if len(values) == 1:
+        return f"{values[0]:.4f}"
+    return f"{mean(values):.4f} ± {stdev(values):.4f}"
 
 
 def _machine() -> str:
