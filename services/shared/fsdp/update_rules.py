@@ -79,6 +79,9 @@ def decay_groups(pieces: Sequence[Piece], weight_decay: float) -> list[Group]:
 class TorchRule:
     """AdamW or SGD of torch: one instance for all pieces, or one each where they are applied apart.
 
+    SGD decays weights in place first: without momentum that is the same update, and torch's foreach
+    would hold a second copy of every gradient for it.
+
     With `offload = "optimizer"` the moments live on the host: gradient and parameter go there one
     piece at a time, and the updated parameter comes back.
     """
@@ -122,20 +125,18 @@ class TorchRule:
         """Update `pieces` from their gradients; torch counts the steps itself."""
         del step
         held = [piece for piece in pieces if piece.name in self._parameters]
-        for optimizer in {id(o): o for o in self._optimizers.values()}.values():
+        chosen = {id(self._optimizers[p.name]): self._optimizers[p.name] for p in held}
+        for optimizer in chosen.values():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
         if self._on_host:
             for piece in held:
                 self._apply_on_host(piece)
             return
-        chosen: dict[int, torch.optim.Optimizer] = {}
         for piece in held:
-            gradient = piece.gradient()
-            self._parameters[piece.name].grad = gradient
-            optimizer = self._optimizers[piece.name]
-            chosen[id(optimizer)] = optimizer
+            self._parameters[piece.name].grad = piece.gradient()
         for optimizer in chosen.values():
+            _decay(optimizer)
             optimizer.step()
         for piece in held:
             self._parameters[piece.name].grad = None
@@ -172,9 +173,20 @@ class TorchRule:
         self._optimizers[name].state[parameter] = state
 
 
+@torch.no_grad()
+def _decay(optimizer: torch.optim.Optimizer) -> None:
+    """Apply SGD's weight decay to the parameters that are about to be updated."""
+    for group in optimizer.param_groups:
+        if "decay_in_place" in group:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["lr"] * group["decay_in_place"])
+
+
 def _torch_optimizer(recipe: Recipe, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return torch's optimizer with exactly the implementation asked for, never its default."""
     fused, foreach = recipe.optimizer_impl == "fused", recipe.optimizer_impl == "foreach"
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.0, fused=fused, foreach=foreach)
+        apart = [group | {"decay_in_place": group.pop("weight_decay")} for group in groups]
+        return torch.optim.SGD(apart, lr=0.0, fused=fused, foreach=foreach)
     return torch.optim.AdamW(groups, lr=0.0, fused=fused, foreach=foreach)
