@@ -61,6 +61,7 @@ env: python ## Write .env for this machine and make the first API key, for docke
 .PHONY: compose-test
 compose-test: $(INSTALLED) ## Build the images, walk the whole path in containers, restart and kill every part
 	$(BIN)/python -m tests.docker.walk $(ARGS)
+	$(BIN)/python -m tests.docker.vendor_base
 
 .PHONY: check
 check: $(INSTALLED) ## Format, lint, types, walls

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -52,22 +53,28 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=300, help="Of the job that is interrupted.")
     parser.add_argument("--env-file", type=Path, help="More settings for compose.")
     options = parser.parse_args()
+    # The stack is taken down on Ctrl-C and on SIGTERM too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(f"walk: stopped by signal {number}"))
     if shutil.which("docker") is None:
         sys.exit("walk: docker was not found; this test needs a Docker engine with Compose 2.")
-    with tempfile.TemporaryDirectory(prefix="stillhouse-walk-") as directory:
-        stack = prepare(Path(directory), more=options.env_file)
-        try:
-            if not options.no_build:
-                stack.build()
-            stack.up()
-            Walk(stack, epochs=options.epochs).run()
-        except BaseException:
-            stack.show_logs()
-            raise
-        finally:
-            if not options.keep:
-                stack.down()
-    stack.say("done: every job ended truthfully, and nothing of the stack is left")
+    directory = Path(tempfile.mkdtemp(prefix="stillhouse-walk-"))
+    stack = prepare(directory, more=options.env_file)
+    try:
+        if not options.no_build:
+            stack.build()
+        stack.up()
+        Walk(stack, epochs=options.epochs).run()
+    except BaseException:
+        stack.show_logs()
+        raise
+    finally:
+        if options.keep:
+            stack.say(f"the stack stays: {stack.url}, key {stack.api_key}, settings in {directory}")
+        else:
+            stack.down()
+            shutil.rmtree(directory)
+    stack.say("done: every job ended truthfully")
 
 
 @dataclass
