@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from services.shared.datasets.card import Head
+from services.shared.datasets.upload import HeadColumn, Layout
 from services.shared.model.classifier import (
     TAPPED,
     Pooling,
@@ -185,3 +187,10 @@ def test_a_head_name_that_torch_keeps_for_itself_is_refused():
     heads = [Head(name="type", labels=["a", "b"])]
     with torch.device("meta"), pytest.raises(ValueError, match="cannot be named type"):
         build_classifier(config, heads)
+
+
+def test_every_name_that_torch_keeps_is_refused_when_a_dataset_is_uploaded() -> None:
+    kept = {name for name in dir(nn.ModuleDict()) if not name.startswith("_")}
+    for name in sorted(kept):
+        with pytest.raises(ValueError, match="for itself"):
+            Layout(heads=[HeadColumn(name=name)])

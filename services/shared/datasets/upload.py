@@ -13,6 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from services.shared.datasets.card import HEAD_NAME, HeadType
 
 _RESERVED = frozenset({"text", "line"})  # columns of the stored Parquet files
+# Attributes of torch's ModuleDict, which holds the heads: torch 2.5 to 2.13 refuse them as keys.
+_TORCH_NAMES = frozenset(
+    ["T_destination", "add_module", "apply", "bfloat16", "buffers", "call_super_init", "children", "clear", "compile", "cpu", "cuda", "double", "dump_patches", "eval", "extra_repr", "float", "forward", "get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu", "items", "keys", "load_state_dict", "modules", "mtia", "named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "pop", "register_backward_hook", "register_buffer", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook", "register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook", "requires_grad_", "set_extra_state", "set_submodule", "share_memory", "state_dict", "to", "to_empty", "train", "training", "type", "update", "values", "xpu", "zero_grad"]
+)
 
 
 class _Declared(BaseModel):
@@ -78,6 +82,11 @@ class Layout(_Declared):
             if name in _RESERVED:
                 raise ValueError(
                     f"heads: {name!r} names a column of every stored dataset; rename it"
+                )
+            if name in _TORCH_NAMES:
+                raise ValueError(
+                    f"heads: torch keeps the name {name!r} for itself; "
+                    f'name the head otherwise and give {{"column": {name!r}}}'
                 )
             if names.count(name) > 1:
                 raise ValueError(f"heads: {name!r} is declared twice")
