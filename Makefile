@@ -79,6 +79,10 @@ format: $(INSTALLED) ## Let ruff format and mend what it can
 bench-distil: $(INSTALLED) ## Measure what distillation is worth on the reviews (takes long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation --write docs/distillation.md $(ARGS)
 
+.PHONY: bench-serving
+bench-serving: $(INSTALLED) ## Measure serving against other servers (minutes; 2 GB in .stillhouse/bench)
+	$(BIN)/python tests/bench/serving.py $(ARGS)
+
 .PHONY: clean
 clean: ## Remove the virtual environment and caches (data directories stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
