@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-build", action="store_true", help="Use the images that are there.")
     parser.add_argument("--keep", action="store_true", help="Leave the stack running at the end.")
-    parser.add_argument("--epochs", type=int, default=300, help="Of the job that is interrupted.")
+    parser.add_argument("--epochs", type=int, default=150, help="Of the job that is interrupted.")
     parser.add_argument("--env-file", type=Path, help="More settings for compose.")
     options = parser.parse_args()
     # The stack is taken down on Ctrl-C and on SIGTERM too.
