@@ -157,7 +157,21 @@ OUT_OF_MEMORY = Outcome(
     reason=Reason.DEVICE_OUT_OF_MEMORY,
     message="Rank 1 ran out of memory.",
     recipe_changes={"optimizer_impl": "for_loop"},
+    plan={"peak_bytes": 3},
+    failure={"rank": 1, "request_bytes": 932 * 2**20},
 )
+
+
+def test_every_attempt_keeps_the_plan_it_ran_with_and_what_its_failed_rank_said(
+    house: House,
+) -> None:
+    job, _ = house.store.create_job(house.teacher_spec(), plan={"peak_bytes": 5})
+    house.store.finish(house.claim(job.id), OUT_OF_MEMORY)
+    assert house.claim(job.id).plan == {"peak_bytes": 3}
+    job = house.store.job(job.id)
+    assert [attempt.plan for attempt in job.attempts] == [{"peak_bytes": 5}, {"peak_bytes": 3}]
+    assert [attempt.failure for attempt in job.attempts] == [OUT_OF_MEMORY.failure, None]
+    assert job.plan == {"peak_bytes": 3}
 
 
 def test_a_retried_attempt_queues_the_job_with_the_changed_recipe(house: House) -> None:

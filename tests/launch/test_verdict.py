@@ -202,10 +202,18 @@ def test_a_remedy_that_fits_gives_another_attempt_to_a_job_that_asked_for_it(
     run: RunDirectory, may_retry: bool, changes: dict[str, Any], stop: Any, end: End
 ) -> None:
     _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
-    found = PostMortem({"cause": "capacity"}, changes)
+    found = PostMortem({"cause": "capacity"}, changes, {"verdict": "fits"} if changes else None)
     outcome = _judge(run, Ending(exit_code=1, stop=stop), may_retry=may_retry, found=found)
     assert outcome.end is end
     assert outcome.recipe_changes == (changes if end is End.RETRY else {})
+    assert outcome.plan == (found.plan if end is End.RETRY else None)
+
+
+def test_what_the_failed_rank_said_is_kept_with_the_outcome(run: RunDirectory) -> None:
+    _fail(run, 1, Reason.DEVICE_OUT_OF_MEMORY, time=1, message="HIP out of memory")
+    failure = _judge(run, Ending(exit_code=1)).failure
+    assert (failure["rank"], failure["phase"], failure["step"]) == (1, "backward", 3)
+    assert failure["message"] == "HIP out of memory"
 
 
 def test_peaks_and_the_probes_findings_are_kept_by_rank_whatever_the_end(

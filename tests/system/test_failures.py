@@ -255,7 +255,7 @@ def test_ranks_that_hold_the_whole_model_are_stopped_before_the_first_step(
     assert set(job.observed) == {"0", "1"}
     for seen in job.observed.values():
         assert (seen["sharded_units"], seen["expected_units"]) == (0, LAYERS + 2)
-        assert seen["local_parameter_bytes"] == seen["whole_model_bytes"]
+        assert seen["local_parameter_bytes"] == seen["whole_model_bytes"] == seen["allocated_bytes"]
         assert seen["expected_local_parameter_bytes"] <= seen["whole_model_bytes"] / 2 + 4096
     failed = store.settings.run_dir(job.id, 1) / "ranks"
     assert {read(failed / str(rank))["reason"] for rank in (0, 1)} == {"not_sharded"}

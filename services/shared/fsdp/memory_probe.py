@@ -106,7 +106,11 @@ class MemoryProbe:
         """
         self.watch(sharded, None)
         record = self.measure("wrap")
-        observed = observe(sharded, self._world) | {"basis": record.basis}
+        observed = observe(sharded, self._world) | {
+            "basis": record.basis,
+            "allocated_bytes": record.allocated_bytes,
+            "reserved_bytes": record.reserved_bytes,
+        }
         record.observed = observed
         append_record(self._file, record)
         faults = _faults(observed, sharded, allocated=record.allocated_bytes)
