@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from services.cli import datasets, demo, diagnose, doctor, jobs, models, plan, predict, up
+from services.cli import datasets, demo, diagnose, doctor, jobs, models, plan, predict, trace, up
 
 app = typer.Typer(
     name="stillhouse",
@@ -15,6 +15,7 @@ app = typer.Typer(
 app.command()(up.up)
 app.command()(demo.demo)
 app.command()(plan.plan)
+app.command()(trace.trace)
 app.command()(diagnose.diagnose)
 app.command()(doctor.doctor)
 app.add_typer(datasets.app, name="datasets")

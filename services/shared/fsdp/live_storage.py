@@ -92,8 +92,9 @@ class LiveStorage(TorchDispatchMode):
         total: Counter[Origin] = Counter()
         number: Counter[Origin] = Counter()
         for size, origin in alive.values():
-            total[origin] += size
-            number[origin] += 1
+            if size:  # not lent and taken back
+                total[origin] += size
+                number[origin] += 1
         return [(origin, number[origin], size) for origin, size in total.most_common()]
 
     def _see(self, tensor: Tensor, func: Any) -> None:

@@ -266,8 +266,9 @@ def _fsdp2(classifier: Classifier, own: list[nn.Module], recipe: Recipe, world: 
     offloaded = recipe.offload == "all" and kind != "cpu"
     options: dict[str, Any] = {
         "mesh": mesh,
-        # The root too: its norm and heads are small to gather again, and nothing stays whole.
-        "reshard_after_forward": recipe.sharding == "full",
+        # The root too: its norm and heads are small to gather again, and nothing stays whole. Of
+        # replicas the copy in compute type goes, which is cast again.
+        "reshard_after_forward": recipe.sharding != "grad_op",
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if compute == parameters else compute,
             reduce_dtype=None if reduce == compute else reduce,
@@ -295,7 +296,10 @@ def _fsdp1(classifier: Classifier, own: list[nn.Module], recipe: Recipe, world: 
     chosen = {id(module) for module in own}
 
     def allocate(module: nn.Module) -> None:
-        module.to_empty(device=world.device, recurse=False)
+        # Not `to_empty`, which swaps tensors where they are fake (`without_memory`), and may not.
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, device=world.device)
+            module.register_parameter(name, nn.Parameter(empty))
 
     mixed = MixedPrecision(
         param_dtype=None if compute == parameters else compute, reduce_dtype=reduce

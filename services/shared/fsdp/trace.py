@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, PretrainedConfig
 
 from services.shared.datasets.card import Head
+from services.shared.fsdp import shard as shard_room
 from services.shared.fsdp.assemble import inference_recipe, shard_model
-from services.shared.fsdp.live_storage import LiveStorage, Origin
+from services.shared.fsdp.live_storage import LiveStorage, Origin, replaced
 from services.shared.fsdp.load import initialise
 from services.shared.fsdp.optimizers import Optimizer, build_optimizer, learning_rate
 from services.shared.fsdp.process import StopWatch, World, make_deterministic, seed_step
@@ -55,7 +57,7 @@ class TraceRequest(BaseModel):
     engine: Engine | None = None
     ranks: int = Field(ge=1)
     micro_batch: int = Field(1, ge=1)
-    sequence_length: int = Field(2048, ge=2)
+    sequence_length: int = Field(2048, ge=1)
     accumulate: int = Field(1, ge=1)
     padded: bool = Field(False, description="All texts of a micro-batch but one are shorter.")
     steps: int = Field(2, ge=1)
@@ -133,7 +135,9 @@ def _trace(
     heads = _heads(request.heads)
     live = LiveStorage()
     run = _Run(request, world, live, heads, _texts(request, heads, config.vocab_size))
-    with live.counting():
+    # A device mesh reads the ranks that it is made of, and stays on the host.
+    mesh = replaced(shard_room, "init_device_mesh", _outside(shard_room.init_device_mesh))
+    with mesh, live.counting():
         with live.section("wrap"):
             sharded = shard_model(config, heads, request.recipe, world, engine=request.engine)
         teacher = None
@@ -232,6 +236,16 @@ def _texts(request: TraceRequest, heads: list[Head], vocabulary: int) -> Tokenis
         labels={head.name: np.zeros(request.micro_batch, np.int32) for head in heads},
         truncated=0,
     )
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function outside of all modes, with real tensors that nobody counts."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _heads(classes: list[int]) -> list[Head]:

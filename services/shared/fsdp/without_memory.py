@@ -7,7 +7,7 @@ an attention mask has holes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor._sharding_prop as sharding_prop
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from services.shared.fsdp import shard as shard_room
 from services.shared.fsdp.live_storage import replaced
 from services.shared.fsdp.process import StopWatch, World
 from services.shared.jobs.rundir import RunDirectory
@@ -35,7 +34,6 @@ def fake_world(ranks: int) -> Iterator[World]:
     try:
         with ExitStack() as stack:
             for owner, name, value in (
-                (shard_room, "init_device_mesh", _outside(shard_room.init_device_mesh)),
                 # DTensor would take our mode for its own questions about shapes.
                 (sharding_prop, "detect_fake_mode", lambda *_: None),
                 # Or transformers (5.24) builds the mask that it leaves out in a real run.
@@ -50,16 +48,6 @@ def fake_world(ranks: int) -> Iterator[World]:
             yield World(rank=0, size=ranks, device=torch.device("cpu"), stopping=stopping)
     finally:
         dist.destroy_process_group()
-
-
-def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A device mesh reads the ranks that it was made of: it must be made of real tensors."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
-            return function(*args, **kwargs)
-
-    return call
 
 
 class _Answers(TorchDispatchMode):
@@ -77,7 +65,7 @@ class _Lists(TorchFunctionMode):
     """Answers where code reads a list of values, which torch does without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.tolist:
+        if func is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
             (values,) = args
             assert values.ndim == 1, values.shape
             return [_answer(values.dtype)] * len(values)

@@ -121,10 +121,8 @@ def as_the_ranks_run(
     fsdp2 = wanted.engine is recipe.Engine.FSDP2
     # The ranks prefetch in backward under FSDP1, but on a CPU; FSDP2 always does.
     prefetches = not fsdp2 and not on_cpu and wanted.sharding is not recipe.Sharding.NONE
-    if model.dims.family in _ENCODERS:
-        masked = padded
-    else:
-        masked = wanted.attention is recipe.Attention.EAGER
+    eager = wanted.attention is recipe.Attention.EAGER
+    masked = padded if model.dims.family in _ENCODERS else eager
     return wanted.with_changes(
         {
             "reshard_root": fsdp2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.shared.memory.recipe import Prefetch
+from services.shared.memory.recipe import Engine, Prefetch
 from services.shared.memory.run import Run
 from services.shared.memory.sharding import UnitSizes
 from services.shared.memory.tape import rounded
@@ -68,6 +68,8 @@ def _hold_gradients(run: Run, left: int) -> None:
     books, job, recipe = run.books, run.job, run.job.recipe
     done, first = job.num_layers - left, books.micro_batch == 0
     whole_layer, whole_root = job.held_layer_gradient_bytes, job.units.root.held_gradient_bytes
+    if job.layered:
+        books.communication = done * _all_reduced_bytes(run, job.units.layers[0])
     part = job.units.layers[0].gradient_bytes if job.layered and job.on_device else 0
     last = books.micro_batch == recipe.accumulate - 1
     books.unsharded_gradients = 0 if job.layered else done * job.layer_gradient_bytes
@@ -86,6 +88,18 @@ def _hold_gradients(run: Run, left: int) -> None:
             books.optimizer = done * job.units.layers[0].optimizer_bytes
     else:
         books.gradients = done * part if first else job.gradient_bytes
+
+
+def _all_reduced_bytes(run: Run, unit: UnitSizes) -> int:
+    """Return what replicas sum of a unit, kept by FSDP2 to the end of backward (AllReduceState).
+
+    Where it is not cast, it is the gradient itself, and outlives that only if it is applied at once.
+    """
+    job, recipe = run.job, run.job.recipe
+    if recipe.engine is not Engine.FSDP2 or job.ranks == job.units.shard_ranks or not _reduces(run):
+        return 0
+    cast = recipe.reduce is not recipe.parameters
+    return unit.reduce_output_bytes if cast or recipe.optimizer_in_backward else 0
 
 
 def _layer(run: Run, index: int, *, after: int) -> None:
@@ -213,6 +227,7 @@ def _embedding(run: Run, unit: UnitSizes) -> None:
     kept = 0 if job.fsdp1 else unit.whole_gradient_bytes
     _reduce(run, unit, None, 0, kept=kept)
     _keep_or_apply(run, unit, 0, kept=kept)
+    books.communication += _all_reduced_bytes(run, unit)
 
 
 def _root(run: Run) -> None:

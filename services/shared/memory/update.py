@@ -27,16 +27,34 @@ def write_update(run: Run, *, first: bool) -> None:
         return
     if not run.ends_only and job.recipe.optimizer in _TORCH_ADAMW:
         _write_tensor_by_tensor(run, first=first)
-    books.optimizer = job.state_bytes
-    largest = max(unit.largest_piece_elements for unit in job.units.all)
-    books.mark(
-        "all",
-        None,
-        "optimizer update",
-        request_bytes=rounded(largest * job.recipe.parameters.size_bytes),
-        temporaries=update_temporaries(job.recipe, job.units.all),
-    )
-    books.gradients = 0
+    if first and job.recipe.optimizer is Optimizer.ADAMW_BF16:
+        _write_first_bf16(run)
+    else:
+        books.optimizer = job.state_bytes
+        largest = max(unit.largest_piece_elements for unit in job.units.all)
+        books.mark(
+            "all",
+            None,
+            "optimizer update",
+            request_bytes=rounded(largest * job.recipe.parameters.size_bytes),
+            temporaries=update_temporaries(job.recipe, job.units.all),
+        )
+    books.optimizer, books.gradients = job.state_bytes, 0
+
+
+def _write_first_bf16(run: Run) -> None:
+    """Write the moment of a first update in bfloat16 that takes most.
+
+    State comes piece by piece, so the temporaries of a large early piece lie beside little of it.
+    """
+    books = run.books
+    state, most = 0, (0, 0, 0, "")
+    for name, count in run.job.pieces:
+        state += 2 * rounded(2 * count)
+        needed = _ADAMW_BF16_BYTES * min(count, _BF16_CHUNK_ELEMENTS)
+        most = max(most, (state + needed, state, needed, name))
+    _, books.optimizer, needed, name = most
+    books.mark("all", None, f"update of {name}", request_bytes=needed, temporaries=needed)
 
 
 def update_temporaries(recipe: Recipe, units: Sequence[UnitSizes]) -> int:
