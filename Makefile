@@ -39,7 +39,7 @@ up: $(INSTALLED) ## Start the platform on this machine: no Docker, Ctrl-C stops 
 
 .PHONY: test
 test: $(INSTALLED) ## Run all tests; starts the servers that they need
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 COMPAT := .venv-compat
 COMPAT_INSTALLED := $(COMPAT)/.installed
