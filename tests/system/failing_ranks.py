@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from services.shared.fsdp import shard
+from services.shared.fsdp.process import World
 from services.shared.jobs.rundir import RunDirectory, RunInput
+from services.shared.jobs.spec import Recipe
 from services.trainer import finetune, main
 
 MIB = 2**20
@@ -70,9 +72,18 @@ def linger() -> None:
         time.sleep(0.05)
 
 
-def leave_parameters_whole(classifier: Any, *_: Any) -> Any:
-    """Do what a wrong configuration does: nothing is wrapped, every rank holds everything."""
-    return classifier.to_empty(device="cpu")
+def leave_parameters_whole() -> None:
+    """Do what a wrong configuration does: every rank holds everything.
+
+    FSDP2 wraps nothing then; FSDP1 forms its units and shards none of them.
+    """
+    wrap = shard._fsdp1
+
+    def whole(classifier: Any, own: list[Any], recipe: Recipe, world: World) -> Any:
+        return wrap(classifier, own, recipe.model_copy(update={"sharding": "none"}), world)
+
+    shard._fsdp1 = whole
+    shard._fsdp2 = lambda classifier, *_: classifier.to_empty(device="cpu")
 
 
 def at_the_second_step(fault: Callable[[int], None]) -> None:
@@ -92,7 +103,7 @@ def run() -> None:
     """Prepare the fault, then be a rank of a teacher job."""
     name = RunInput.model_validate_json(_run.spec.read_bytes()).spec.name
     if name == "leave_parameters_whole":
-        shard._fsdp1 = shard._fsdp2 = leave_parameters_whole
+        leave_parameters_whole()
     else:
         at_the_second_step(globals()[name])
     if os.environ["RANK"] == "1" and "TEST_CGROUP" in os.environ:

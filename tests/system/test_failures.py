@@ -254,7 +254,9 @@ def test_ranks_that_hold_the_whole_model_are_stopped_before_the_first_step(
     assert job.observed is not None
     assert set(job.observed) == {"0", "1"}
     for seen in job.observed.values():
-        assert (seen["sharded_units"], seen["expected_units"]) == (0, LAYERS + 2)
+        units = LAYERS + 2  # the embedding, the layers, the root
+        formed = {"fsdp1": units, "fsdp2": 0}[seen["engine"]]
+        assert (seen["sharded_units"], seen["expected_units"]) == (formed, units)
         assert seen["local_parameter_bytes"] == seen["whole_model_bytes"] == seen["allocated_bytes"]
         assert seen["expected_local_parameter_bytes"] <= seen["whole_model_bytes"] / 2 + 4096
     failed = store.settings.run_dir(job.id, 1) / "ranks"
