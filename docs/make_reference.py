@@ -72,6 +72,7 @@ EVENTS = {
 _SPECS = (
     spec.TeacherSpec,
     spec.DistillSpec,
+    spec.ChainSpec,
     spec.ModelSource,
     spec.TrainedTokenizer,
     spec.TeacherSource,
@@ -99,7 +100,8 @@ def render() -> str:
         *_section("Events", "event", EVENTS, EventType),
         *_routes(),
         "## Job specs",
-        "The body of `POST /jobs`, chosen by `kind`: `teacher` (TeacherSpec) or `distill` (DistillSpec).",
+        "The body of `POST /jobs`, chosen by `kind`: `teacher` (TeacherSpec), `distill` (DistillSpec) or "
+        "`chain` (ChainSpec).",
         *(block for model in _SPECS for block in _fields(model)),
         *_settings(),
         *_commands(),

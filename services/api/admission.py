@@ -13,7 +13,7 @@ from services.shared.jobs.places import resolve_model
 from services.shared.jobs.planning import JobPlan
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 
-Plan = Callable[[TeacherSpec | DistillSpec], JobPlan | None]
+Plan = Callable[[TeacherSpec | DistillSpec, TeacherSpec | None], JobPlan | None]
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,16 @@ class Admitter:
         self._settings = settings
         self._plan = plan
 
-    def __call__(self, spec: TeacherSpec | DistillSpec) -> Admitted:
-        """Return what is to be stored with the job.
+    def __call__(
+        self, spec: TeacherSpec | DistillSpec, *, teacher: TeacherSpec | None = None
+    ) -> Admitted:
+        """Return what is to be stored with the job; `teacher` is what comes before it in a chain.
 
         Raises InvalidInput naming the field, and DoesNotFit with the plan.
         """
         for field, path in _paths(spec).items():
             model_directory(path, settings=self._settings, field=field)
-        planned = self._plan(spec)
+        planned = self._plan(spec, teacher)
         if planned is None:
             return Admitted(plan=None, recipe=None)
         return Admitted(plan=planned.plan, recipe=planned.recipe)

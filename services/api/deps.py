@@ -59,8 +59,10 @@ class Admission(Protocol):
 class Admit(Protocol):
     """Plans a job before anything is stored."""
 
-    def __call__(self, spec: TeacherSpec | DistillSpec) -> Admission:
-        """Raises DoesNotFit (with the plan) and InvalidInput."""
+    def __call__(
+        self, spec: TeacherSpec | DistillSpec, *, teacher: TeacherSpec | None = None
+    ) -> Admission:
+        """`teacher` is what comes before the job in a chain. Raises DoesNotFit (with the plan) and InvalidInput."""
         ...
 
 

@@ -127,10 +127,13 @@ class ProblemError(Exception):
 
 def invalid(field: str, message: str) -> ProblemError:
     """Return the problem of one wrong field."""
-    message = message[:LONGEST_MESSAGE]
     return ProblemError(
-        "invalid-request", message, errors=[FieldError(field=field, message=message)]
+        "invalid-request", message[:LONGEST_MESSAGE], errors=[_blamed(field, message)]
     )
+
+
+def _blamed(field: str, message: str) -> FieldError:
+    return FieldError(field=field, message=message[:LONGEST_MESSAGE])
 
 
 def problem_response(problem: ProblemError, *, path: str) -> Response:
@@ -201,7 +204,8 @@ def _from_stillhouse(error: Exception) -> ProblemError:
         case InvalidInput():
             return ProblemError("invalid-request", str(error))
         case DoesNotFit():
-            return ProblemError("does-not-fit", str(error), plan=error.plan)
+            blamed = [] if error.field is None else [_blamed(error.field, str(error))]
+            return ProblemError("does-not-fit", str(error), errors=blamed, plan=error.plan)
         case InvalidTransition():
             return ProblemError("invalid-transition", str(error))
         case GateNotPassed():

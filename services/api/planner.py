@@ -27,18 +27,21 @@ class Planner:
         self._store = store
         self._settings = settings
 
-    def __call__(self, spec: TeacherSpec | DistillSpec) -> JobPlan | None:
+    def __call__(
+        self, spec: TeacherSpec | DistillSpec, chained: TeacherSpec | None = None
+    ) -> JobPlan | None:
         """Return the plan, or None for a model whose activations nobody has worked out.
 
-        Raises DoesNotFit with the plan, and InvalidInput naming the field.
+        `chained` is the teacher of a distillation whose teacher job is not stored yet. Raises
+        DoesNotFit with the plan, and InvalidInput naming the field.
         """
         classes = self._classes(spec)
         try:
-            teacher = self._teacher(spec, classes) if isinstance(spec, DistillSpec) else None
-            if isinstance(spec, DistillSpec):
-                model = self._model(spec.student, teacher, classes, field="student")
+            if isinstance(spec, TeacherSpec):
+                teacher, model = None, self._model(spec.model, None, classes, field="model")
             else:
-                model = self._model(spec.model, None, classes, field="model")
+                teacher = self._teacher(spec, chained, classes)
+                model = self._model(spec.student, teacher, classes, field="student")
             for shape in (model, teacher):
                 if shape is not None:
                     check_planned(shape.dims)
@@ -79,7 +82,9 @@ class Planner:
         directory = self._directory(source, field=field)
         return shape_of(source, directory=directory, classes=classes, teacher=teacher)
 
-    def _teacher(self, spec: DistillSpec, classes: list[int]) -> Shape:
+    def _teacher(self, spec: DistillSpec, chained: TeacherSpec | None, classes: list[int]) -> Shape:
+        if chained is not None:
+            return self._model(chained.model, None, classes, field="teacher")
         named = spec.teacher
         if named.path is not None:
             directory = self._below_roots(named.path, field="teacher.path")

@@ -32,7 +32,7 @@ _ENDED = ("succeeded", "failed", "cancelled")
 
 @app.command()
 def submit(
-    spec: Annotated[Path, typer.Argument(help="A job's spec as JSON; - reads standard input.")],
+    spec: Annotated[Path, typer.Argument(help="A job or a chain as JSON; - reads standard input.")],
     idempotency_key: Annotated[
         str | None,
         typer.Option("--idempotency-key", help="The same key and spec give the same job again."),
@@ -42,14 +42,15 @@ def submit(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Plan a job and queue it; one that cannot fit is refused with what would."""
+    """Plan a job (or a teacher and its distillation) and queue it, or say what would fit."""
     with connected(url, api_key, as_json=as_json) as client:
         headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
         job = client.post("/jobs", json=_read_json(spec), headers=headers)
-        if watch:
-            _watch(client, job["id"], as_json=as_json)
-        else:
+        if not watch:
             _show(job, as_json=as_json)
+            return
+        for job_id in (job["id"], *job["child_job_ids"]):  # of a chain: the distillation
+            _watch(client, job_id, as_json=as_json)
 
 
 @app.command("list")
@@ -173,6 +174,7 @@ def _show(job: dict[str, Any], *, as_json: bool) -> None:
         ("message", job["message"]),
         ("model", job["model_id"]),
         ("waits for", job["parent_job_id"] if job["state"] == "waiting" else None),
+        ("distilled by", ", ".join(job["child_job_ids"])),
         ("attempt", str(job["attempt"]) if job["attempt"] else None),
     ]
     for head, metrics in ((job["metrics"] or {}).get("heads") or {}).items():

@@ -102,7 +102,9 @@ class FakeAdmit:
     refuses: bool = False
     seen: list[TeacherSpec | DistillSpec] = field(default_factory=list)
 
-    def __call__(self, spec: TeacherSpec | DistillSpec) -> FakeAdmission:
+    def __call__(
+        self, spec: TeacherSpec | DistillSpec, *, teacher: TeacherSpec | None = None
+    ) -> FakeAdmission:
         self.seen.append(spec)
         plan = {"verdict": "fits", "peak_bytes": 7, "phases": {"forward": 7}}
         if self.refuses:

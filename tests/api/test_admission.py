@@ -33,7 +33,7 @@ def admit(roots: Path) -> Admitter:
         ApiSettings(
             database_url="x", broker_url="x", data_dir=roots.parent / "data", model_roots=[roots]
         ),
-        plan=lambda spec: None,
+        plan=lambda spec, teacher: None,
     )
 
 
@@ -102,4 +102,4 @@ def test_the_wrong_one_of_two_paths_is_named(admit: Admitter) -> None:
 def test_without_any_root_no_path_is_admitted(tmp_path: Path) -> None:
     settings = ApiSettings(database_url="x", broker_url="x", data_dir=tmp_path)
     with pytest.raises(InvalidInput, match="STILLHOUSE_MODEL_ROOTS"):
-        Admitter(settings, plan=lambda spec: None)(teacher("/"))
+        Admitter(settings, plan=lambda spec, teacher: None)(teacher("/"))

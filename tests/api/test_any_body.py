@@ -60,6 +60,11 @@ SPECS = [
     {**TEACHER, "model": {"model_id": "mdl_1_1"}},
     {**DISTILL, "teacher": {"model_id": "mdl_1_1"}},
     {**DISTILL, "teacher": {"job_id": "job_1"}},
+    {
+        "kind": "chain",
+        "teacher": {key: value for key, value in TEACHER.items() if key != "kind"},
+        "distill": {key: DISTILL[key] for key in ("student", "distillation", "gate")},
+    },
 ]
 
 
@@ -124,8 +129,10 @@ def client(desk: Any, one_head: Any) -> Any:
 @given(body=mutated(SPECS))
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
 def test_any_spec_is_taken_or_refused(client: Any, path: str, body: Any) -> None:
-    if isinstance(body, dict) and "dataset_id" not in body:
-        body["dataset_id"] = client.dataset_id
+    if isinstance(body, dict):
+        job = body["teacher"] if body.get("kind") == "chain" else body
+        if isinstance(job, dict):
+            job.setdefault("dataset_id", client.dataset_id)
     assert_told(post(client, path, body))
 
 

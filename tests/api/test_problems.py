@@ -162,7 +162,7 @@ def test_what_the_client_sent_is_not_sent_back_at_length(client: TestClient) -> 
 
 
 def test_a_long_path_or_value_makes_no_long_problem(client: TestClient, offline: Any) -> None:
-    offline.admit = Admitter(offline.settings, plan=lambda spec: None)
+    offline.admit = Admitter(offline.settings, plan=lambda spec, teacher: None)
     body = {**TEACHER, "model": {"path": "x" * 200_000}}
     response = offline.client().post("/jobs", json=body)
     assert fields(assert_problem(response, "invalid-request")) == ["model.path"]

@@ -128,6 +128,22 @@ def test_a_spec_is_read_from_a_file(stillhouse: Any, spec: dict[str, Any], tmp_p
     assert "queued" in done.output
 
 
+def test_a_chain_is_submitted_and_its_second_job_named(
+    stillhouse: Any, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    del spec["kind"]
+    path = tmp_path / "chain.json"
+    path.write_text(
+        json.dumps({"kind": "chain", "teacher": spec, "distill": {"student": BACKBONE}})
+    )
+    done = stillhouse("jobs", "submit", str(path), "--json")
+    assert done.exit_code == 0, done.output
+    teacher = json.loads(done.stdout)
+    (child,) = teacher["child_job_ids"]
+    assert f"distilled by  {child}" in stillhouse("jobs", "show", teacher["id"]).output
+    assert teacher["id"] in stillhouse("jobs", "show", child).output
+
+
 def test_jobs_are_listed_by_state(stillhouse: Any, spec: dict[str, Any]) -> None:
     job = _submit(stillhouse, spec)
     assert job["id"] in stillhouse("jobs", "list", "--state", "queued", "--limit", "500").output

@@ -13,8 +13,9 @@ from services.api.body import screen_json
 from services.api.deps import Cursor, JobId, Limit, Parts, PartsDep
 from services.api.keys import Scope, requires
 from services.api.openapi import links, problems
-from services.shared.jobs.job_rows import changed_spec
-from services.shared.jobs.spec import JobSpec, Recipe, Training
+from services.shared.jobs.errors import blaming
+from services.shared.jobs.job_rows import Planned, changed_spec
+from services.shared.jobs.spec import ChainSpec, JobRequest, Recipe, Training
 from services.shared.jobs.state import JobState
 from services.shared.jobs.views import JobSummary, JobView, Kind, Page
 
@@ -38,7 +39,8 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=200,
         pattern=r"^[!-~]+$",
-        description="A second request with the same key and body gets the first one's job.",
+        description="A second request with the same key and body gets the first one's job (of a "
+        "chain: both).",
     ),
 ]
 _ACCEPTED: dict[int | str, dict[str, Any]] = {
@@ -70,19 +72,44 @@ _EXAMPLE = {
     "recipe": {"optimizer": "adamw_bf16"},
     "resources": {"ranks": 8, "device": "k100_ai"},
 }
-SpecBody = Annotated[JobSpec, Body(examples=[_EXAMPLE])]
+_CHAIN_EXAMPLE = {
+    "kind": "chain",
+    "teacher": {"dataset_id": "ds_01kb6ztn8e0wq4v7", "model": {"path": "Qwen3-32B"}},
+    "distill": {"student": {"path": "Qwen3-0.6B"}, "promote": "when_passed"},
+}
+RequestBody = Annotated[JobRequest, Body(examples=[_EXAMPLE, _CHAIN_EXAMPLE])]
 
 
 @writes.post("/jobs", operation_id="create_job", status_code=202, responses=_ACCEPTED)
 def create_job(
-    spec: SpecBody, parts: PartsDep, response: Response, idempotency_key: IdempotencyKey = None
+    body: RequestBody, parts: PartsDep, response: Response, idempotency_key: IdempotencyKey = None
 ) -> JobView:
-    """Plan a job, refuse it if it cannot fit, store it, and send it to its worker."""
-    admission = parts.admit(spec)
-    job, created = parts.store.create_job(
-        spec, plan=admission.plan, recipe=admission.recipe, idempotency_key=idempotency_key
-    )
+    """Plan a job, refuse it if it cannot fit, store it, and send it to its worker.
+
+    A chain is two jobs, both or neither; the answer is its teacher, whose `child_job_ids` names the
+    distillation that waits for it.
+    """
+    if isinstance(body, ChainSpec):
+        teacher, distill = _admit_chain(body, parts)
+        job, created = parts.store.create_chain(
+            body, teacher=teacher, distill=distill, idempotency_key=idempotency_key
+        )
+    else:
+        admission = parts.admit(body)
+        job, created = parts.store.create_job(
+            body, plan=admission.plan, recipe=admission.recipe, idempotency_key=idempotency_key
+        )
     return _accepted(job, parts=parts, response=response, created=created)
+
+
+def _admit_chain(chain: ChainSpec, parts: Parts) -> tuple[Planned, Planned]:
+    """Return what is stored with the two jobs. Raises InvalidInput, DoesNotFit naming the part."""
+    spec = chain.teacher_spec()
+    with blaming("teacher"):
+        teacher = parts.admit(spec)
+    with blaming("distill"):
+        distill = parts.admit(chain.distill_spec(), teacher=spec)
+    return Planned(teacher.plan, teacher.recipe), Planned(distill.plan, distill.recipe)
 
 
 def _optional(model: type[BaseModel]) -> Any:

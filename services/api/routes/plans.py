@@ -7,11 +7,12 @@ from typing import Any
 from fastapi import APIRouter, Depends
 
 from services.api.body import screen_json
-from services.api.deps import PartsDep
+from services.api.deps import Parts, PartsDep
 from services.api.keys import requires
 from services.api.openapi import problems
-from services.api.routes.jobs import SpecBody
-from services.shared.jobs.errors import DoesNotFit, InvalidInput
+from services.api.routes.jobs import RequestBody
+from services.shared.jobs.errors import DoesNotFit, InvalidInput, blaming
+from services.shared.jobs.spec import ChainSpec, DistillSpec, TeacherSpec
 
 router = APIRouter(
     tags=["plans"],
@@ -21,10 +22,26 @@ router = APIRouter(
 
 
 @router.post("/jobs/plan", operation_id="plan_job")
-def plan_job(spec: SpecBody, parts: PartsDep) -> dict[str, Any]:
-    """Plan a job's memory and store nothing. A job that does not fit has a plan too."""
+def plan_job(body: RequestBody, parts: PartsDep) -> dict[str, Any]:
+    """Plan a job's memory and store nothing. A job that does not fit has a plan too.
+
+    A chain has two: `{"teacher": {...}, "distill": {...}}`.
+    """
+    if not isinstance(body, ChainSpec):
+        return _plan(body, parts)
+    teacher = body.teacher_spec()
+    with blaming("teacher"):
+        first = _plan(teacher, parts)
+    with blaming("distill"):
+        second = _plan(body.distill_spec(), parts, teacher=teacher)
+    return {"teacher": first, "distill": second}
+
+
+def _plan(
+    spec: TeacherSpec | DistillSpec, parts: Parts, *, teacher: TeacherSpec | None = None
+) -> dict[str, Any]:
     try:
-        plan = parts.admit(spec).plan
+        plan = parts.admit(spec, teacher=teacher).plan
     except DoesNotFit as refusal:
         return refusal.plan
     if plan is None:

@@ -14,6 +14,8 @@ An expected end of a run is a value (`launch.verdict`), never an exception.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -63,10 +65,26 @@ class GateNotPassed(Conflict):
 class DoesNotFit(StillhouseError):
     """The plan says that the job would run out of memory."""
 
-    def __init__(self, message: str, plan: dict[str, Any]) -> None:
+    def __init__(self, message: str, plan: dict[str, Any], *, field: str | None = None) -> None:
         super().__init__(message)
         self.plan = plan
+        self.field = field  # of the request that holds several jobs
 
 
 class Unavailable(StillhouseError):
     """A part that the request needs cannot be reached now."""
+
+
+@contextmanager
+def blaming(part: str | None) -> Iterator[None]:
+    """Let InvalidInput and DoesNotFit name the part of a request that they are about, if any."""
+    try:
+        yield
+    except (InvalidInput, DoesNotFit) as error:
+        if part is None:
+            raise
+        if isinstance(error, DoesNotFit):
+            raise DoesNotFit(f"{part}: {error}", error.plan, field=part) from error
+        field = part if error.field is None else f"{part}.{error.field}"
+        said = str(error).removeprefix(f"{error.field}: ")
+        raise InvalidInput(f"{field}: {said}", field=field) from error

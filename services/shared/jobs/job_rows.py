@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound
+from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound, blaming
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.measured import side_by_side
 from services.shared.jobs.moves import append_state_event, move
 from services.shared.jobs.paging import LARGEST_SEQ, checked_limit
 from services.shared.jobs.references import References, check_references
-from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, job_spec
+from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec, job_spec
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.tables import AttemptRow, EventRow, JobRow, ModelRow
 from services.shared.jobs.views import (
@@ -35,6 +35,13 @@ _MAX_KEY_LENGTH = 255
 _SUMMARY = [getattr(JobRow, name) for name in JobSummary.model_fields]
 
 
+class Planned(NamedTuple):
+    """What is stored with a job besides its spec."""
+
+    plan: dict[str, Any] | None = None
+    recipe: Recipe | None = None  # the one chosen where the spec says `auto`
+
+
 def create(
     session: Session,
     spec: TeacherSpec | DistillSpec,
@@ -43,14 +50,19 @@ def create(
     recipe: Recipe | None = None,
     idempotency_key: str | None = None,
     retry_of: str | None = None,
+    request: ChainSpec | None = None,
 ) -> tuple[str, bool]:
-    """Insert a job unless its key is known; return its id and whether it is new."""
-    sha256 = _digest(spec)
+    """Insert a job unless its key is known; return its id and whether it is new.
+
+    `request` is the chain that the job is a part of.
+    """
+    sha256 = _digest(request or spec)
     if idempotency_key is not None:
         known = _by_key(session, idempotency_key, sha256)
         if known is not None:
             return known, False
-    references = check_references(session, spec)
+    with blaming(None if request is None else spec.kind):
+        references = check_references(session, spec)
     job_id = session.execute(
         insert(JobRow)
         .values(
@@ -72,6 +84,29 @@ def create(
         return known, False
     append_state_event(session, job_id, references.state, attempt=0)
     return job_id, True
+
+
+def create_chain(
+    session: Session,
+    chain: ChainSpec,
+    *,
+    teacher: Planned,
+    distill: Planned,
+    idempotency_key: str | None = None,
+) -> tuple[str, bool]:
+    """Insert both jobs of a chain unless its key is known; return the teacher's id, and if it is new."""
+    teacher_id, created = create(
+        session,
+        chain.teacher_spec(),
+        plan=teacher.plan,
+        recipe=teacher.recipe,
+        idempotency_key=idempotency_key,
+        request=chain,
+    )
+    if created:
+        spec = chain.distill_spec(teacher_id)
+        create(session, spec, plan=distill.plan, recipe=distill.recipe, request=chain)
+    return teacher_id, created
 
 
 def view(session: Session, job_id: str) -> JobView:
@@ -288,8 +323,8 @@ def _by_key(session: Session, key: str, sha256: str) -> str | None:
     return None if known is None else known.id
 
 
-def _digest(spec: TeacherSpec | DistillSpec) -> str:
-    text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+def _digest(request: TeacherSpec | DistillSpec | ChainSpec) -> str:
+    text = json.dumps(request.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

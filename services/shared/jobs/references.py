@@ -42,7 +42,7 @@ def check_references(session: Session, spec: TeacherSpec | DistillSpec) -> Refer
     teacher = _model(session, spec.teacher.model_id, field="teacher.model_id")
     if teacher is None:
         return References(JobState.QUEUED)
-    _same_heads(heads, _heads_of(teacher), field="teacher.model_id")
+    _same_heads(heads, _heads_of(teacher))
     return References(JobState.QUEUED, teacher_model_id=teacher.id)
 
 
@@ -58,11 +58,11 @@ def _teacher_job(session: Session, job_id: str, heads: list[Head]) -> References
         )
     if parent.state == JobState.SUCCEEDED:
         model = session.scalars(select(ModelRow).where(ModelRow.job_id == job_id)).one()
-        _same_heads(heads, _heads_of(model), field=field)
+        _same_heads(heads, _heads_of(model))
         return References(JobState.QUEUED, parent_job_id=job_id, teacher_model_id=model.id)
     card = _card(session, parent.dataset_id, field=field)
     chosen = parent.spec.get("heads")
-    _same_heads(heads, [h for h in card.heads if chosen is None or h.name in chosen], field=field)
+    _same_heads(heads, [h for h in card.heads if chosen is None or h.name in chosen])
     return References(JobState.WAITING, parent_job_id=job_id)
 
 
@@ -83,20 +83,23 @@ def _chosen_heads(spec: TeacherSpec | DistillSpec, card: DatasetCard) -> list[He
     return [known[name] for name in spec.heads or known]
 
 
-def _same_heads(student: list[Head], teacher: list[Head], *, field: str) -> None:
-    """Raise InvalidInput unless the teacher answers every question of the student, class by class."""
-    known = {head.name: head for head in teacher}
-    for head in student:
-        if head.name not in known:
-            raise InvalidInput(
-                f"{field}: the teacher has no head {head.name!r}; it has {', '.join(known)}",
-                field=field,
-            )
-        if (head.type, head.labels) != (known[head.name].type, known[head.name].labels):
-            raise InvalidInput(
-                f"{field}: head {head.name!r} has other labels in the dataset than the teacher learned",
-                field=field,
-            )
+def _same_heads(student: list[Head], teacher: list[Head]) -> None:
+    """Raise InvalidInput with both lists unless the teacher answers every question of the student.
+
+    The ranks match labels by name: their order may differ.
+    """
+    known = {(head.name, head.type, frozenset(head.labels)) for head in teacher}
+    if all((head.name, head.type, frozenset(head.labels)) in known for head in student):
+        return
+    raise InvalidInput(
+        f"heads: teacher and student heads differ: the teacher has {_listed(teacher)}; "
+        f"the student has {_listed(student)}",
+        field="heads",
+    )
+
+
+def _listed(heads: list[Head]) -> str:
+    return ", ".join(f"{head.name} ({head.type}: {', '.join(head.labels)})" for head in heads)
 
 
 def _heads_of(model: ModelRow) -> list[Head]:

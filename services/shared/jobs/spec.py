@@ -178,7 +178,6 @@ class Resources(_Spec):
 
 class _Job(_Spec):
     name: Annotated[str, Field(min_length=1, max_length=120)] | None = None
-    dataset_id: str
     heads: list[str] | None = Field(
         None, description="Heads to train; all of the dataset's if left out."
     )
@@ -207,17 +206,21 @@ class _Job(_Spec):
         return self
 
 
-class TeacherSpec(_Job):
-    """Full fine-tuning of a backbone with one linear head per question."""
-
-    kind: Literal["teacher"]
+class _TeacherJob(_Job):
+    dataset_id: str
     model: ModelSource
 
     @model_validator(mode="after")
-    def _has_no_teacher(self) -> TeacherSpec:
+    def _has_no_teacher(self) -> _TeacherJob:
         if self.model.layers_of_teacher is not None or self.model.tokenizer == "teacher":
             raise ValueError("model: a teacher job has no teacher to start from")
         return self
+
+
+class TeacherSpec(_TeacherJob):
+    """Full fine-tuning of a backbone with one linear head per question."""
+
+    kind: Literal["teacher"]
 
 
 class TeacherSource(_Spec):
@@ -300,16 +303,62 @@ class Gate(_Spec):
     min_macro_f1_share: Annotated[float, Field(ge=0, le=2)] = 0.97
 
 
-class DistillSpec(_Job):
-    """Distillation of a teacher into a student with the same heads."""
-
-    kind: Literal["distill"]
-    teacher: TeacherSource
+class _DistillJob(_Job):
     student: ModelSource
     distillation: Distillation = Distillation()
     gate: Gate = Gate()
     promote: Literal["never", "when_passed"] = "never"
 
 
+class DistillSpec(_DistillJob):
+    """Distillation of a teacher into a student with the same heads."""
+
+    kind: Literal["distill"]
+    dataset_id: str
+    teacher: TeacherSource
+
+
 JobSpec = Annotated[TeacherSpec | DistillSpec, Field(discriminator="kind")]
 job_spec: TypeAdapter[TeacherSpec | DistillSpec] = TypeAdapter(JobSpec)
+
+
+class ChainTeacher(_TeacherJob):
+    """The teacher of a chain: a TeacherSpec without `kind`."""
+
+
+class ChainDistill(_DistillJob):
+    """The distillation of a chain: a DistillSpec without `kind`, of the chain's own teacher."""
+
+    dataset_id: str | None = Field(None, description="The teacher's if left out.")
+    heads: list[str] | None = Field(None, description="The teacher's if left out.")
+
+
+class ChainSpec(_Spec):
+    """Two jobs in one request: a teacher, and the distillation that waits for it.
+
+    Only the request is a chain; what is stored are the two jobs that it stands for.
+    """
+
+    kind: Literal["chain"]
+    teacher: ChainTeacher = Field(description="A TeacherSpec without `kind`.")
+    distill: ChainDistill = Field(
+        description="A DistillSpec without `kind` and `teacher`; `dataset_id` and `heads` are the "
+        "teacher's if left out."
+    )
+
+    def teacher_spec(self) -> TeacherSpec:
+        """Return the first job."""
+        return TeacherSpec.model_validate({"kind": "teacher", **self.teacher.model_dump()})
+
+    def distill_spec(self, teacher_job_id: str = "job_of_the_chain") -> DistillSpec:
+        """Return the second job; its plan needs no id of the first."""
+        own = self.distill.model_dump()
+        for field in ("dataset_id", "heads"):
+            if own[field] is None:
+                own[field] = getattr(self.teacher, field)
+        return DistillSpec.model_validate(
+            {"kind": "distill", "teacher": {"job_id": teacher_job_id}, **own}
+        )
+
+
+JobRequest = Annotated[TeacherSpec | DistillSpec | ChainSpec, Field(discriminator="kind")]

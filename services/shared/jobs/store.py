@@ -13,10 +13,11 @@ from services.shared.jobs import attempt_rows, job_rows, model_rows
 from services.shared.jobs.claims import make_claim
 from services.shared.jobs.database import create_engine, transaction
 from services.shared.jobs.errors import Conflict, NotFound
+from services.shared.jobs.job_rows import Planned
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.paging import checked_limit
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
+from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import JobState, Phase
 from services.shared.jobs.tables import DatasetRow
 from services.shared.jobs.views import (
@@ -110,6 +111,24 @@ class Store:
                 session, spec, plan=plan, recipe=recipe, idempotency_key=idempotency_key
             )
             return job_rows.view(session, job_id), created
+
+    def create_chain(
+        self,
+        chain: ChainSpec,
+        *,
+        teacher: Planned = Planned(),
+        distill: Planned = Planned(),
+        idempotency_key: str | None = None,
+    ) -> tuple[JobView, bool]:
+        """Store both jobs of a chain or neither; return the teacher job and whether they are new.
+
+        Raises what `create_job` raises; its field then begins with the part, `teacher` or `distill`.
+        """
+        with transaction(self.engine) as session:
+            teacher_id, created = job_rows.create_chain(
+                session, chain, teacher=teacher, distill=distill, idempotency_key=idempotency_key
+            )
+            return job_rows.view(session, teacher_id), created
 
     def job(self, job_id: str) -> JobView:
         """Return everything known of a job; raises NotFound."""
