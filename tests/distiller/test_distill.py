@@ -199,27 +199,28 @@ def test_without_a_test_split_validation_judges(task, distilled, new_dataset):
     assert distilled(task(dataset_dir=new_dataset(rows))).evaluation["split"] == "validation"
 
 
-def test_a_stopped_job_goes_on_where_it_was(task, world, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stopped", [7, 15, 30])  # between evaluations, and where one is due
+def test_a_stopped_job_goes_on_where_it_was(task, world, tmp_path, monkeypatch, stopped):
     whole = RunDirectory(tmp_path / "whole")
     distill(whole, task(), world, Position())
 
     first, second = RunDirectory(tmp_path / "first"), RunDirectory(tmp_path / "second")
     calls = []
 
-    def stop_in_step_7() -> list[float]:
+    def stop_in_that_step() -> list[float]:
         calls.append(1)
-        return [1.0, 0.0, 0.0] if len(calls) == asking + 7 else [0.0, 0.0, 0.0]
+        return [1.0, 0.0, 0.0] if len(calls) == asking + stopped else [0.0, 0.0, 0.0]
 
     asking = count_of_batches(task, world, tmp_path, monkeypatch)
-    monkeypatch.setattr(world.stopping, "flags", stop_in_step_7)
+    monkeypatch.setattr(world.stopping, "flags", stop_in_that_step)
     report = distill(first, task(), world, Position())
-    assert (report.outcome, report.stop_reason, report.steps) == ("stopped", "cancelled", 7)
+    assert (report.outcome, report.stop_reason, report.steps) == ("stopped", "cancelled", stopped)
     assert not first.export.exists()
 
     job = task(resume_dir=first.checkpoints)
     report = distill(second, job, world, Position())
     assert report.steps == 30
-    assert losses(second) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(first) + losses(second) == pytest.approx(losses(whole), rel=1e-5)
 
 
 def count_of_batches(task, world, tmp_path, monkeypatch) -> int:
