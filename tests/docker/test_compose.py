@@ -162,6 +162,13 @@ def test_the_api_learns_the_memory_of_the_workers(tmp_path: Path) -> None:
     assert {services[name]["mem_limit"] for name in WORKERS} == {str(48 * 2**30)}
 
 
+def test_threads_are_passed_on_only_where_they_are_set(tmp_path: Path) -> None:
+    plain = merged(tmp_path)["services"]["trainer"]["environment"]
+    chosen = merged(tmp_path, OMP_NUM_THREADS="1")["services"]["trainer"]["environment"]
+    assert plain.get("OMP_NUM_THREADS") is None
+    assert chosen["OMP_NUM_THREADS"] == "1"
+
+
 def test_passwords_reach_only_those_who_need_them(tmp_path: Path) -> None:
     services = merged(tmp_path)["services"]
     told = {
