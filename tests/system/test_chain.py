@@ -1,0 +1,80 @@
+"""One request trains a teacher, distils it, judges the student and promotes it: real processes."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from services.cli.main import app
+from tests.system.conftest import RunningPlatform
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
+
+TEACHER = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+STUDENT = {**TEACHER, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+COMMON = {
+    "training": {"epochs": 6, "learning_rate": 0.01, "max_length": 32},
+    "recipe": {"compute": "float32", "reduce": "float32"},
+    "resources": {"ranks": 1, "device": "cpu"},
+}
+
+
+def upload(url: str) -> str:
+    """Add 400 texts whose label is one of their words; return the dataset's id."""
+    rows = [
+        {"text": f"review {n}: the room was {word}", "sentiment": label}
+        for n in range(200)
+        for word, label in (("clean", "positive"), ("dirty", "negative"))
+    ]
+    file = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    form = {"name": "reviews", "heads": json.dumps([{"name": "sentiment"}])}
+    response = httpx.post(f"{url}/datasets", files={"file": ("reviews.jsonl", file)}, data=form)
+    dataset_id: str = response.json()["id"]
+    return dataset_id
+
+
+def test_a_chain_ends_with_a_student_that_serves(platform: RunningPlatform) -> None:
+    url = platform.url
+    own = {"config": TEACHER, "tokenizer": {"train": True, "vocab_size": 400}}
+    student = {"config": STUDENT, "tokenizer": "teacher"}
+    chain = {
+        "kind": "chain",
+        "teacher": {"dataset_id": upload(url), "model": own, **COMMON},
+        "distill": {"student": student, "promote": "when_passed", **COMMON},
+    }
+    command = ["jobs", "submit", "-", "--watch", "--json", "--url", url]
+    done = CliRunner().invoke(app, command, input=json.dumps(chain))
+    assert done.exit_code == 0, done.output
+
+    child, teacher = httpx.get(f"{url}/jobs").json()["items"]
+    assert [job["kind"] for job in (teacher, child)] == ["teacher", "distill"]
+    assert [job["state"] for job in (teacher, child)] == ["succeeded", "succeeded"]
+    assert child["parent_job_id"] == teacher["id"]
+    model = httpx.get(f"{url}/models/{child['id']}").json()
+    assert model["gate"]["passed"]
+    promotions = httpx.get(f"{url}/promotions").json()["items"]
+    assert [promotion["model_id"] for promotion in promotions] == [model["id"]]
+    assert answer(url, "the room was dirty")["label"] == "negative"
+
+
+def answer(url: str, text: str) -> dict[str, Any]:
+    """Return the best label of a text, as soon as the promoted student is loaded."""
+    deadline = time.monotonic() + 60
+    while (response := httpx.post(f"{url}/predict", json={"inputs": text})).status_code == 503:
+        assert time.monotonic() < deadline, response.text
+        time.sleep(0.2)
+    best: dict[str, Any] = response.json()[0]
+    return best
