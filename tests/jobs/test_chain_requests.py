@@ -95,13 +95,12 @@ def test_a_key_covers_the_pair(house: House, at_once: AtOnce) -> None:
 
 def test_a_key_that_a_chain_has_used_is_refused_for_anything_else(house: House) -> None:
     house.store.create_chain(_chain(house), idempotency_key="k")
-    for again in (
-        lambda: house.store.create_chain(_chain(house, name="b"), idempotency_key="k"),
-        lambda: house.store.create_job(house.teacher_spec(), idempotency_key="k"),
-    ):
-        with pytest.raises(InvalidInput) as refused:
-            again()
-        assert refused.value.field == "Idempotency-Key"
+    with pytest.raises(InvalidInput) as refused:
+        house.store.create_chain(_chain(house, name="b"), idempotency_key="k")
+    assert refused.value.field == "Idempotency-Key"
+    with pytest.raises(InvalidInput) as refused:
+        house.store.create_job(house.teacher_spec(), idempotency_key="k")
+    assert refused.value.field == "Idempotency-Key"
 
 
 @pytest.mark.parametrize(
