@@ -82,7 +82,8 @@ def test_the_first_rank_speaks_soon_after_the_job_was_sent(
     walked: Path, platform: RunningPlatform, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = json.loads((walked / "job.json").read_text())
-    first = (platform.data_dir / "runs" / job["id"] / "1" / "progress.jsonl").open().readline()
+    progress = platform.data_dir / "runs" / job["id"] / "1" / "progress.jsonl"
+    first = progress.read_text().splitlines()[0]
     sent = datetime.fromisoformat(job["created_at"].replace("Z", "+00:00")).timestamp()
     seconds = json.loads(first)["time"] - sent
     with capsys.disabled():

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from services.shared.datasets.card import HEAD_NAME, HeadType
 
 _RESERVED = frozenset({"text", "line"})  # columns of the stored Parquet files
-# Attributes of torch's ModuleDict, which holds the heads: torch 2.5 to 2.13 refuse them as keys.
+# Attributes of torch's ModuleDict, which holds the heads and refuses them as keys; `smart_apply` comes
+# from transformers, which adds it to every module.
 _TORCH_NAMES = frozenset(
     {
         "T_destination",
@@ -66,6 +67,7 @@ _TORCH_NAMES = frozenset(
         "set_extra_state",
         "set_submodule",
         "share_memory",
+        "smart_apply",
         "state_dict",
         "to",
         "to_empty",
