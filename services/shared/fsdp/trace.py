@@ -1,7 +1,7 @@
 """Dry run of a training step: the exact peaks of one rank by phase, at any size, without the memory.
 
-    python -m services.shared.fsdp.trace REQUEST.json
-    torchrun --nproc-per-node 2 -m services.shared.fsdp.trace REQUEST.json --real
+    python -m services.shared.fsdp.trace REQUEST.json...
+    torchrun --nproc-per-node 2 -m services.shared.fsdp.trace REQUEST.json... --real
 
 The model is built, sharded and stepped by the code that trains, in the order of the trainer's loop; a
 distillation asks its teacher before each forward pass, as the distiller's loop does (its loss on the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from services.shared.fsdp.assemble import inference_recipe, shard_model
 from services.shared.fsdp.live_storage import LiveStorage, Origin, replaced
 from services.shared.fsdp.load import initialise
 from services.shared.fsdp.optimizers import Optimizer, build_optimizer, learning_rate
-from services.shared.fsdp.process import StopWatch, World, make_deterministic, seed_step
+from services.shared.fsdp.process import StopWatch, World, leave, make_deterministic, seed_step
 from services.shared.fsdp.shard import Engine, Sharded
 from services.shared.fsdp.without_memory import fake_world
 from services.shared.jobs.rundir import RunDirectory
@@ -104,18 +104,19 @@ def trace(request: TraceRequest) -> Trace:
         return _trace(request, world, prepare=None)
 
 
-def trace_really(request: TraceRequest) -> Trace:
-    """Return what this rank takes in a real run; torchrun's environment describes the ranks."""
+def trace_really(requests: Sequence[TraceRequest]) -> list[Trace]:
+    """Return what this rank takes in real runs; torchrun's environment describes the ranks."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    assert size == request.ranks, f"{size} ranks run, {request.ranks} were asked for"
     dist.init_process_group("gloo")
     stopping = StopWatch(RunDirectory(Path()), rank=1)
     world = World(rank=rank, size=size, device=torch.device("cpu"), stopping=stopping)
     make_deterministic(seed=0)
-    try:
-        return _trace(request, world, prepare=lambda sharded: initialise(sharded, seed=0))
-    finally:
-        dist.destroy_process_group()
+    found = []
+    for request in requests:
+        if request.ranks != size:
+            raise ValueError(f"{size} ranks run, the request wants {request.ranks}")
+        found.append(_trace(request, world, prepare=lambda sharded: initialise(sharded, seed=0)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -293,11 +294,15 @@ def _words(origin: Origin) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the trace of a request file as JSON; of a real run, that of rank 0."""
-    request = TraceRequest.model_validate_json(Path(arguments[0]).read_bytes())
-    found = trace_really(request) if "--real" in arguments else trace(request)
-    if found.rank == 0:
-        sys.stdout.write(found.model_dump_json() + "\n")
+    """Print the trace of each request file as a line of JSON; of a real run, that of rank 0."""
+    files = [Path(argument) for argument in arguments if argument != "--real"]
+    requests = [TraceRequest.model_validate_json(file.read_bytes()) for file in files]
+    really = "--real" in arguments
+    for found in trace_really(requests) if really else map(trace, requests):
+        if found.rank == 0:
+            sys.stdout.write(found.model_dump_json() + "\n")
+    if really:
+        leave()
 
 
 if __name__ == "__main__":
