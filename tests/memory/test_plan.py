@@ -204,8 +204,16 @@ def test_more_ranks_never_cost_more_a_rank(model: str, changes: dict[str, Any], 
 
 
 def test_hybrid_sharding_takes_what_its_groups_take() -> None:
+    groups = _golden(8, sharding="hybrid", shard_ranks=4, engine="fsdp1")
+    assert groups.peak_bytes == _golden(4, engine="fsdp1").peak_bytes
+
+
+def test_under_fsdp2_groups_keep_what_they_sum_to_the_end_of_backward() -> None:
     groups = _golden(8, sharding="hybrid", shard_ranks=4, engine="fsdp2")
-    assert groups.peak_bytes == _golden(4, engine="fsdp2").peak_bytes
+    assert groups.peak.layer is not None
+    done = groups.job.num_layers - groups.peak.layer - 1
+    kept = done * groups.job.units.layers[0].reduce_output_bytes
+    assert groups.peak_bytes == _golden(4, engine="fsdp2").peak_bytes + kept
 
 
 def test_offloading_everything_leaves_the_device_and_fills_the_host() -> None:

@@ -9,7 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from services.shared.memory import shape
+from services.shared.memory.config_writing import config_of
 from services.shared.memory.errors import InvalidInput
+from services.shared.memory.layers import PLANNED_FAMILIES
 from services.shared.memory.shape import Family, Shape
 
 _TINY = {
@@ -284,3 +286,16 @@ def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
     _write_safetensors(tmp_path / "model.safetensors", {"embed_tokens.weight": (256, 64)})
     with pytest.raises(InvalidInput, match=r"shape \(256, 64\), the config says \(128, 64\)"):
         shape.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n in shape.preset_names() if shape.from_preset(n).dims.family in PLANNED_FAMILIES],
+)
+def test_a_preset_written_as_a_config_has_its_tensors(name: str) -> None:
+    preset = shape.from_preset(name)
+    config = AutoConfig.for_model(**config_of(preset.dims))
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    found = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    assert found == _our_shapes(preset)

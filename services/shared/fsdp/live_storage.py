@@ -49,14 +49,14 @@ class Peak:
     request: Origin | None = None
 
 
-class LiveStorage(TorchDispatchMode):
+class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, counts live storages; `section` says what peaks are told for.
 
     Outside of a section storages are counted, too, but no peak is kept.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peaks: dict[Section, Peak] = {}
         self.live_bytes = 0
         self._live: dict[int, tuple[int, Origin]] = {}

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, PretrainedConfig
 
@@ -137,7 +138,7 @@ def _trace(
     live = LiveStorage()
     run = _Run(request, world, live, heads, _texts(request, heads, config.vocab_size))
     # A device mesh reads the ranks that it is made of, and stays on the host.
-    mesh = replaced(shard_room, "init_device_mesh", _outside(shard_room.init_device_mesh))
+    mesh = replaced(shard_room, "init_device_mesh", _outside(init_device_mesh))
     with mesh, live.counting():
         with live.section("wrap"):
             sharded = shard_model(config, heads, request.recipe, world, engine=request.engine)
@@ -243,7 +244,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function outside of all modes, with real tensors that nobody counts."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return function(*args, **kwargs)
 
     return call

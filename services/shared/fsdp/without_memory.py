@@ -29,7 +29,7 @@ from services.shared.jobs.rundir import RunDirectory
 @contextmanager
 def fake_world(ranks: int) -> Iterator[World]:
     """Be rank 0 of `ranks`; inside, every new tensor is a fake one."""
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     stopping = StopWatch(RunDirectory(Path()), rank=1)  # only rank 0 would look for a file
     try:
         with ExitStack() as stack:
@@ -43,14 +43,14 @@ def fake_world(ranks: int) -> Iterator[World]:
             ):
                 stack.enter_context(replaced(owner, name, value))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(_Answers())
+            stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
             stack.enter_context(_Lists())
             yield World(rank=0, size=ranks, device=torch.device("cpu"), stopping=stopping)
     finally:
         dist.destroy_process_group()
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers where code reads a value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
