@@ -137,7 +137,7 @@ def _teacher_spec(dataset_id: str) -> dict[str, Any]:
         "name": "demo teacher",
         "dataset_id": dataset_id,
         "model": {"config": _TEACHER, "tokenizer": {"train": True, "vocab_size": 6000}},
-        "training": {**_TRAINING, "epochs": 2},
+        "training": {**_TRAINING, "epochs": 1.5},
         "recipe": _RECIPE,
         "resources": {"ranks": 2, "device": "cpu"},
     }
@@ -150,7 +150,7 @@ def _student_spec(dataset_id: str, teacher_job_id: str) -> dict[str, Any]:
         "dataset_id": dataset_id,
         "teacher": {"job_id": teacher_job_id},
         "student": {"config": _STUDENT, "tokenizer": "teacher"},
-        "training": {**_TRAINING, "epochs": 4, "learning_rate": 2e-3},
+        "training": {**_TRAINING, "epochs": 3, "learning_rate": 2e-3},
         "recipe": _RECIPE,
         "resources": {"ranks": 2, "device": "cpu"},
     }

@@ -88,6 +88,11 @@ class Signals:
 
         `tell` hears how many texts have been answered, and of how many.
         """
+        if self.complete:
+            return None
+        # In an epoch online each rank was answered about its own rows: without this exchange the
+        # ranks would miss different texts, and plan different batches.
+        self._exchange()
         missing = self._missing().nonzero().flatten().tolist()
         if missing:
             lengths = self._sides.teacher.lengths[missing]
