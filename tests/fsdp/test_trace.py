@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from services.cli.plan_request import PlanRequest
 from services.cli.trace import Row, compare, prepare
-from services.shared.fsdp.trace import TraceRequest, trace
 from services.shared.memory.hardware import machine
+from services.shared.memory.plan import Plan
 from services.shared.memory.recipe import Recipe
 from services.shared.memory.shape import from_config
 from services.shared.memory.timeline import Phase
@@ -89,13 +89,72 @@ def request_of(
     )
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch and transformers about fake tensors
+REAL: dict[str, dict[str, Any]] = {
+    "adamw": OWN,
+    "bf16 states in backward": IN_BACKWARD | {"optimizer": "adamw_bf16"},
+    "distillation": OWN | {"teacher": TEACHER},
+}
+ON_TWO_RANKS = {"attention": "eager", "micro_batch": 2, "sequence_length": 64}
+
+
+class Asked(NamedTuple):
+    """A request file, and the plan of the same run."""
+
+    file: Path
+    planned: Plan
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
+    """Return what is asked: CASES by name, REAL by "real " and its name."""
+    real = {f"real {name}": (DECODER, 2, ON_TWO_RANKS | knobs) for name, knobs in REAL.items()}
+    found = {}
+    for name, case in (CASES | real).items():
+        directory = tmp_path_factory.mktemp("case")
+        job, planned = prepare(request_of(directory, *case))
+        file = directory / "request.json"
+        file.write_text(json.dumps(job), encoding="utf-8")
+        found[name] = Asked(file, planned)
+    return found
+
+
+@pytest.fixture(scope="module")
+def dry(asked: dict[str, Asked]) -> dict[str, Any]:
+    """Return the traces of all that is asked; one process makes them, for it imports torch once."""
+    return _traces(asked, [sys.executable, "-m"])
+
+
+@pytest.fixture(scope="module")
+def real(asked: dict[str, Asked]) -> dict[str, Any]:
+    """Return the traces of real runs on two gloo ranks."""
+    chosen = {name: one for name, one in asked.items() if name.startswith("real ")}
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return _traces(chosen, [*ranks, "--nproc-per-node", "2", "-m"], "--real")
+
+
+def _traces(asked: dict[str, Asked], command: list[str], *flags: str) -> dict[str, Any]:
+    files = [str(one.file) for one in asked.values()]
+    run = subprocess.run(
+        [*command, "services.shared.fsdp.trace", *files, *flags],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    lines = run.stdout.splitlines()[-len(files) :]
+    return {name: json.loads(line) for name, line in zip(asked, lines, strict=True)}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_plan_is_what_our_own_step_takes(case: str, tmp_path: Path) -> None:
-    job, planned = prepare(request_of(tmp_path, *CASES[case]))
-    found = trace(TraceRequest.model_validate(job)).model_dump(mode="json")
-    rows = compare(found, planned)
+def test_the_plan_is_what_our_own_step_takes(
+    case: str, asked: dict[str, Asked], dry: dict[str, Any]
+) -> None:
+    found, planned = dry[case], asked[case].planned
     assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.005)
+    rows = compare(found, planned)
     training = [row for row in rows if row.phase in ("forward", "backward", "optimizer_step")]
     assert {row.step for row in training} == {1, 2}
     for row in training:
@@ -104,49 +163,14 @@ def test_the_plan_is_what_our_own_step_takes(case: str, tmp_path: Path) -> None:
             assert row.planned_bytes == pytest.approx(row.traced_bytes, abs=allowed), row
 
 
-REAL: dict[str, dict[str, Any]] = {
-    "adamw": OWN,
-    "bf16 states in backward": IN_BACKWARD | {"optimizer": "adamw_bf16"},
-    "distillation": OWN | {"teacher": TEACHER},
-}
-
-
-@pytest.fixture(scope="module")
-def real_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """Return for each of REAL what is asked, and the trace of a real run on two gloo ranks."""
-    directory = tmp_path_factory.mktemp("real")
-    jobs, files = {}, []
-    for name, knobs in REAL.items():
-        recipe = {"attention": "eager", "micro_batch": 2, "sequence_length": 64} | knobs
-        jobs[name], _ = prepare(request_of(directory, DECODER, 2, recipe))
-        files.append(directory / f"{name.replace(' ', '_')}.request.json")
-        files[-1].write_text(json.dumps(jobs[name]), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += ["2", "-m", "services.shared.fsdp.trace", *map(str, files), "--real"]
-    run = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    traces = [json.loads(line) for line in run.stdout.splitlines()[-len(files) :]]
-    return {name: (jobs[name], found) for name, found in zip(jobs, traces, strict=True)}
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", REAL)
 def test_a_real_run_on_two_ranks_takes_the_same_bytes(
-    case: str, real_runs: dict[str, tuple[Any, Any]]
+    case: str, dry: dict[str, Any], real: dict[str, Any]
 ) -> None:
-    job, real = real_runs[case]
-    dry = trace(TraceRequest.model_validate(job)).model_dump(mode="json")
-    assert (real["real"], dry["real"]) == (True, False)
-    assert real["peak_bytes"] == dry["peak_bytes"]
-    assert _peaks(real) == _peaks(dry)
+    one, other = dry[f"real {case}"], real[f"real {case}"]
+    assert (one["real"], other["real"]) == (False, True)
+    assert one["peak_bytes"] == other["peak_bytes"]
+    assert _peaks(one) == _peaks(other)
 
 
 def _peaks(found: dict[str, Any]) -> dict[tuple[str, int], int]:
