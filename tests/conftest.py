@@ -113,3 +113,15 @@ def remove_cgroup(path: Path) -> None:
             path.rmdir()
         except OSError:
             continue
+
+
+@pytest.fixture(scope="session")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone; a process has one, whichever room's tests ask first."""
+    # Imported here: most tests need no torch, and it takes seconds.
+    import torch.distributed as dist
+
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

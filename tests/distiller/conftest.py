@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
 
 from services.distiller.distill import distill
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
@@ -186,21 +184,13 @@ def teacher_dir(tmp_path_factory: pytest.TempPathFactory, dataset_dir: Path) -> 
     return make_teacher(tmp_path_factory.mktemp("models") / "teacher", dataset_dir)
 
 
-@pytest.fixture(scope="session")
-def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
 @pytest.fixture
-def world(_group: None, run: RunDirectory) -> World:
+def world(process_group: None, run: RunDirectory) -> World:
     return World(rank=0, size=1, device=torch.device("cpu"), stopping=StopWatch(run, 0))
 
 

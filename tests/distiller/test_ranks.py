@@ -29,7 +29,7 @@ CHANGES = {
         "signals": "auto",
         "hidden_weight": 0.2,
         "cache_hidden": True,
-    }
+    },
 }
 
 

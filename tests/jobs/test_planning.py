@@ -126,3 +126,10 @@ def test_a_trained_tokenizer_decides_the_vocabulary() -> None:
 def test_the_engine_is_the_set_one_or_that_of_the_installed_torch() -> None:
     assert engine_of(settings(engine="fsdp1")) is Engine.FSDP1
     assert engine_of(settings()) in (Engine.FSDP1, Engine.FSDP2)
+
+
+def test_a_recipe_that_computes_in_float32_is_planned_with_all_its_alternatives() -> None:
+    recipe = Recipe(compute="float32", reduce="float32")
+    spec = golden(recipe=recipe.model_dump(mode="json"), allow_overcommit=True)
+    offered = planned(spec).plan["alternatives"]
+    assert any(a["changes"].get("compute") == "bfloat16" for a in offered)

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.fsdp.process import StopWatch, World
@@ -156,10 +155,8 @@ def torchrun(begin: Callable[..., subprocess.Popen[str]]) -> Callable[..., tuple
 
 
 @pytest.fixture(scope="session")
-def lone_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A process group of this process alone, for what needs no second rank."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    stopping = StopWatch(RunDirectory(store.parent), rank=1)  # looks at no file
-    yield World(rank=0, size=1, device=torch.device("cpu"), stopping=stopping)
-    dist.destroy_process_group()
+def lone_world(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """This process alone, for what needs no second rank."""
+    folder = tmp_path_factory.mktemp("lone")
+    stopping = StopWatch(RunDirectory(folder), rank=1)  # looks at no file
+    return World(rank=0, size=1, device=torch.device("cpu"), stopping=stopping)
