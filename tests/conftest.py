@@ -11,12 +11,19 @@ from pathlib import Path
 import psycopg
 import pytest
 import redis
+from hypothesis import settings
 
 from services.cli.servers import Server, start_postgres, start_valkey
 from services.shared.jobs.migrations.upgrade import migrate
 
 _TEMPLATE = "stillhouse"  # the database that start_postgres makes, migrated once a session
 _numbers = itertools.count(1)
+
+
+# Random examples find faults at the desk; what lands must not depend on luck.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

@@ -188,6 +188,13 @@ def test_more_tokens_never_take_less(model: str, changes: dict[str, Any], length
     assert shorter.peak_bytes <= more_texts.peak_bytes
 
 
+def test_whole_gradients_are_let_go_of_where_the_first_layer_is_smaller_than_the_others() -> None:
+    changes = {"engine": "fsdp2", "accumulate": 2, "reduce_each": False, "attention_mask": False}
+    planned = _plan("modernbert-base", changes | {"activation_checkpointing": False})
+    for point in planned.timeline:
+        assert min(point.components) >= 0, point
+
+
 @given(model=_MODELS, changes=_RECIPES, layers=st.integers(2, 30))
 @settings(deadline=None, max_examples=80)
 def test_more_layers_never_take_less(model: str, changes: dict[str, Any], layers: int) -> None:

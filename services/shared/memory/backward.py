@@ -74,7 +74,9 @@ def _hold_gradients(run: Run, left: int) -> None:
     last = books.micro_batch == recipe.accumulate - 1
     books.unsharded_gradients = 0 if job.layered else done * job.layer_gradient_bytes
     if not recipe.reduce_each and recipe.accumulate > 1:
-        others = job.units.total("held_gradient_bytes") - job.num_layers * whole_layer
+        # Summed, not what the layers leave of the total: ModernBERT's first layer lacks a norm.
+        embedding = job.units.embedding
+        others = whole_root + (embedding.held_gradient_bytes if embedding else 0)
         books.gradients = done * part if last else 0
         if job.layered:
             waiting = left if last else (done if first else job.num_layers)
