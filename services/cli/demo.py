@@ -78,7 +78,7 @@ def demo(
     except (ReviewsMissing, Refused) as error:
         console.print(f"[red]demo:[/red] {error}")
         raise typer.Exit(1) from error
-    result["seconds"] = {"total": round(time.monotonic() - started, 1), **result.pop("seconds")}
+    result["seconds"] = round(time.monotonic() - started, 1)
     console.print(_table(result))
     console.print(f"POST /predict {QUESTION}")
     console.print_json(data=result["predict"])
@@ -218,7 +218,7 @@ def _result(models: dict[str, Any], *, ended: dict[str, Any], answer: Any) -> di
         "student": student,
         "student_over_teacher": round(accuracies[0] / accuracies[1], 4),
         "predict": answer,
-        "seconds": {name: _seconds(job) for name, job in ended.items()},
+        "job_seconds": {name: _seconds(job) for name, job in ended.items()},
     }
 
 
@@ -244,7 +244,7 @@ def _table(result: dict[str, Any]) -> Table:
                 f"{values['macro_f1']:.3f}",
                 f"{result[name]['parameters']:,}",
                 f"{result[name]['size_bytes'] / 1e6:.1f}",
-                f"{result['seconds'][name]:.0f}",
+                f"{result['job_seconds'][name]:.0f}",
             )
     table.caption = f"student / teacher accuracy on sentiment: {result['student_over_teacher']:.3f}"
     return table
