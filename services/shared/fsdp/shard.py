@@ -292,6 +292,9 @@ def _fsdp1(classifier: Classifier, own: list[nn.Module], recipe: Recipe, world: 
         "grad_op": ShardingStrategy.SHARD_GRAD_OP,
         "none": ShardingStrategy.NO_SHARD,
     }[recipe.sharding]
+    if world.size == 1:
+        # What FSDP1 makes of any strategy on one rank, and warns of once for every module.
+        strategy = ShardingStrategy.NO_SHARD
     parameters, compute, reduce = _dtypes(recipe)
     chosen = {id(module) for module in own}
 
