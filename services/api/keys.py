@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -99,23 +100,31 @@ def requires(scope: Scope | None) -> Callable[..., Awaitable[None]]:
 
     async def check(
         request: Request,
-        credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
+        credentials: Annotated[  # noqa: ARG001 - for the OpenAPI document
+            HTTPAuthorizationCredentials | None, Depends(_bearer)
+        ],
     ) -> None:
-        keys: Keys = request.app.state.parts.keys
-        if keys.is_open:
-            _check_local(request)
-            return
-        key = keys.find(credentials.credentials) if credentials else None
-        if key is None:
-            raise ProblemError(
-                "unauthorized",
-                "Send an API key of this server as `Authorization: Bearer <key>`.",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        if not key.allows(scope):
-            raise ProblemError("forbidden", f"This needs a key with the scope {scope}.")
+        check_key(request, scope)
 
     return check
+
+
+def check_key(request: Request, scope: Scope | None) -> None:
+    """Let a request pass with a key that has `scope` (None: any key). Raises ProblemError."""
+    keys: Keys = request.app.state.parts.keys
+    if keys.is_open:
+        _check_local(request)
+        return
+    kind, _, credentials = request.headers.get("authorization", "").partition(" ")
+    key = keys.find(credentials.strip()) if kind.lower() == "bearer" else None
+    if key is None:
+        raise ProblemError(
+            "unauthorized",
+            "Send an API key of this server as `Authorization: Bearer <key>`.",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    if not key.allows(scope):
+        raise ProblemError("forbidden", f"This needs a key with the scope {scope}.")
 
 
 def _check_local(request: Request) -> None:
@@ -126,13 +135,16 @@ def _check_local(request: Request) -> None:
     """
     origin = request.headers.get("origin")
     asked = [f"//{request.headers.get('host', '')}", *([origin] if origin else [])]
-    for url in asked:
-        try:
-            host = urlsplit(url).hostname or ""
-        except ValueError:
-            host = ""
-        if not is_loopback(host):
-            raise ProblemError(
-                "forbidden",
-                "This server has no API keys, so it answers only requests to and from localhost.",
-            )
+    if not all(map(_is_local, asked)):
+        raise ProblemError(
+            "forbidden",
+            "This server has no API keys, so it answers only requests to and from localhost.",
+        )
+
+
+@lru_cache(maxsize=64)
+def _is_local(url: str) -> bool:
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
