@@ -10,9 +10,11 @@ from typing import Annotated, Any, Protocol
 from fastapi import Depends, Path, Query, Request
 
 from services.api.keys import Keys
+from services.api.rates import Rates
 from services.api.serving.prediction import Prediction
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
+from services.api.uploading import UploadGate
 from services.shared.datasets.card import Head
 from services.shared.jobs.errors import NotFound
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
@@ -82,6 +84,8 @@ class Parts:
     keys: Keys
     metrics: Metrics
     probes: Mapping[str, Probe] = field(default_factory=dict)
+    rates: Rates = field(default_factory=Rates)
+    uploads: UploadGate = field(default_factory=UploadGate)
 
 
 async def _parts(request: Request) -> Parts:  # async: a plain function costs a hop to a thread

@@ -65,6 +65,7 @@ TITLES: dict[str, tuple[int, str]] = {
     "unusable-text": (422, "A text cannot be classified"),
     "text-too-long": (422, "A text is longer than the model reads"),
     "overloaded": (429, "Too much is asked at once"),
+    "rate-limited": (429, "The caller asks too often"),
     "internal": (500, "Something broke on the server"),
     "engine-failed": (500, "The model could not answer"),
     "disk-full": (507, "The disk of the server is full"),

@@ -16,6 +16,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from services.api.errors import ProblemError
+from services.api.rates import Rates, address_of
 from services.api.settings import ApiSettings, is_loopback
 
 
@@ -110,21 +111,35 @@ def requires(scope: Scope | None) -> Callable[..., Awaitable[None]]:
 
 
 def check_key(request: Request, scope: Scope | None) -> None:
-    """Let a request pass with a key that has `scope` (None: any key). Raises ProblemError."""
+    """Let a request pass with a key that has `scope` (None: any key), at its rate.
+
+    Raises ProblemError. A right key passes from an address that has sent too many wrong ones: behind
+    a proxy all clients have one address, and nobody guesses 256 random bits at any rate.
+    """
     keys: Keys = request.app.state.parts.keys
     if keys.is_open:
         _check_local(request)
         return
+    rates: Rates = request.app.state.parts.rates
     kind, _, credentials = request.headers.get("authorization", "").partition(" ")
     key = keys.find(credentials.strip()) if kind.lower() == "bearer" else None
     if key is None:
+        rates.wrong_keys.spend(address_of(request))
         raise ProblemError(
             "unauthorized",
             "Send an API key of this server as `Authorization: Bearer <key>`.",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    (rates.predict if scope is Scope.PREDICT else rates.other).spend(key.sha256)
     if not key.allows(scope):
         raise ProblemError("forbidden", f"This needs a key with the scope {scope}.")
+
+
+async def limit_strangers(request: Request) -> None:
+    """Dependency of routes that need no key but cost something: a rate for each address."""
+    parts = request.app.state.parts
+    if not parts.keys.is_open:
+        parts.rates.other.spend(address_of(request))
 
 
 def _check_local(request: Request) -> None:

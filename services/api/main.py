@@ -21,10 +21,12 @@ from services.api.keys import keys_for
 from services.api.logs import configure_logs
 from services.api.planner import Planner
 from services.api.promotions import PromotionFeed
+from services.api.rates import rates_of
 from services.api.serving.predictor import Predictor
 from services.api.serving.settings import ServingSettings
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
+from services.api.uploading import UploadGate
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import depth, make_celery, send
 from services.shared.jobs.store import open_store
@@ -86,6 +88,10 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
             "broker": lambda: depth(celery, "teacher"),
             "data_dir": lambda: _writable(settings),
         },
+        rates=rates_of(settings),
+        uploads=UploadGate(
+            most_open=settings.uploads_at_once, most_validated=settings.validations_at_once
+        ),
     )
 
     @asynccontextmanager

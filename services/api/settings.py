@@ -24,6 +24,33 @@ class ApiSettings(JobSettings):
     upload_limit_bytes: int = Field(512 * MIB, gt=0, description="Largest body of POST /datasets.")
     log_limit_bytes: int = Field(8 * MIB, gt=0, description="Largest body of POST /diagnoses.")
     predict_most_texts: int = Field(1024, gt=0, description="Most texts in one predict request.")
+    uploads_at_once: int = Field(
+        8, gt=0, description="Uploads taken at the same time; further ones get 429."
+    )
+    validations_at_once: int = Field(
+        2, gt=0, description="Uploads that are read row by row at the same time; the others wait."
+    )
+    predict_per_second: float = Field(
+        1000.0,
+        ge=0,
+        description="Requests a second that one key may send to /predict and /v1/classify; 0: no limit.",
+    )
+    requests_per_second: float = Field(
+        50.0,
+        ge=0,
+        description="Requests a second that one key may send to everything else; 0: no limit.",
+    )
+    rate_burst_seconds: float = Field(
+        10.0,
+        gt=0,
+        description="A key that was silent may send what so many seconds allow, at once.",
+    )
+    wrong_keys_per_minute: float = Field(
+        60.0,
+        ge=0,
+        description="Requests a minute of one address that are told 401, for want of a right key; "
+        "further ones get 429. 0: no limit.",
+    )
     event_poll_seconds: float = Field(
         0.5, gt=0, description="How often an open event stream looks for new events."
     )

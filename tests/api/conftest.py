@@ -14,10 +14,12 @@ from fastapi.testclient import TestClient
 from services.api.app import create_app
 from services.api.deps import Parts
 from services.api.keys import Keys
+from services.api.rates import Rates
 from services.api.serving.errors import NoStudent, PredictionError, TextTooLong
 from services.api.serving.prediction import Prediction, Score, Timing
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
+from services.api.uploading import UploadGate
 from services.shared.datasets.card import DatasetCard, Head, Split
 from services.shared.jobs.database import create_engine
 from services.shared.jobs.errors import DoesNotFit
@@ -124,6 +126,8 @@ class Platform:
     sent: list[tuple[str, str]] = field(default_factory=list)
     keys: Keys = field(default_factory=lambda: Keys({}))
     probes: dict[str, Callable[[], None]] = field(default_factory=dict)
+    rates: Rates = field(default_factory=Rates)
+    uploads: UploadGate = field(default_factory=UploadGate)
 
     def parts(self) -> Parts:
         return Parts(
@@ -135,6 +139,8 @@ class Platform:
             keys=self.keys,
             metrics=Metrics(),
             probes=self.probes,
+            rates=self.rates,
+            uploads=self.uploads,
         )
 
     def _send(self, job_id: str, kind: str) -> bool:

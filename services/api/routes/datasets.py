@@ -26,7 +26,7 @@ from services.shared.datasets.upload import Format, Layout, format_of
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.views import DatasetView, Page
 
-router = APIRouter(tags=["datasets"], responses=problems(401, 422, 500, 503))
+router = APIRouter(tags=["datasets"], responses=problems(401, 422, 429, 500, 503))
 
 MOST_FIELDS = 16
 MOST_FIELD_BYTES = 64 * 1024
@@ -83,14 +83,8 @@ _FORM = {
 async def create_dataset(request: Request, parts: PartsDep, response: Response) -> DatasetView:
     """Read an upload row by row and store it; every fault is named by its line."""
     try:
-        # Parsed here and not by the framework, so that nobody without a key makes us read a file.
-        async with request.form(
-            max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES
-        ) as fields:
-            file = fields.get("file")
-            if not isinstance(file, UploadFile):
-                raise invalid("file", "Send the dataset as `file` in a multipart form.")
-            stored = await run_in_threadpool(_store, file, _form(fields), parts=parts)
+        async with parts.uploads.upload():
+            stored = await _taken(request, parts)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -114,6 +108,19 @@ def list_datasets(parts: PartsDep, cursor: Cursor = None, limit: Limit = 50) -> 
 def get_dataset(dataset_id: DatasetId, parts: PartsDep) -> DatasetView:
     """Show a dataset: heads and their labels, rows of each split, warnings."""
     return parts.store.dataset(dataset_id)
+
+
+async def _taken(request: Request, parts: Parts) -> DatasetView:
+    # Parsed here and not by the framework, so that nobody without a key makes us read a file.
+    async with request.form(
+        max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES
+    ) as fields:
+        file = fields.get("file")
+        if not isinstance(file, UploadFile):
+            raise invalid("file", "Send the dataset as `file` in a multipart form.")
+        form = _form(fields)
+        async with parts.uploads.validation():
+            return await run_in_threadpool(_store, file, form, parts=parts)
 
 
 def _form(fields: FormData) -> DatasetForm:

@@ -16,7 +16,7 @@ from services.shared.memory.forensics import diagnose
 router = APIRouter(
     tags=["diagnoses"],
     dependencies=[Depends(requires(None)), Depends(screen_json)],
-    responses=problems(400, 401, 403, 413, 422, 500),
+    responses=problems(400, 401, 403, 413, 422, 429, 500),
 )
 
 _FIELDS = ", ".join(field.name for field in fields(Case) if field.name != "ignored")

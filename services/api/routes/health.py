@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from services.api.deps import Parts, PartsDep
 from services.api.errors import RETRY_AFTER_SECONDS, ProblemError
-from services.api.keys import requires
+from services.api.keys import limit_strangers, requires
 from services.api.openapi import problems
 from services.shared.jobs.errors import Unavailable
 
@@ -60,7 +60,12 @@ async def livez() -> Alive:
     return Alive()
 
 
-@router.get("/readyz", operation_id="readyz", responses=problems(503))
+@router.get(
+    "/readyz",
+    operation_id="readyz",
+    dependencies=[Depends(limit_strangers)],
+    responses=problems(429, 503),
+)
 def readyz(parts: PartsDep) -> Ready:
     """Say whether database, broker and data directory answer; 503 names those that do not."""
     found = _probe(parts)
@@ -75,7 +80,12 @@ def readyz(parts: PartsDep) -> Ready:
     return Ready(status="ok", parts=found)
 
 
-@router.get("/health", operation_id="health")
+@router.get(
+    "/health",
+    operation_id="health",
+    dependencies=[Depends(limit_strangers)],
+    responses=problems(429),
+)
 def health(parts: PartsDep) -> Health:
     """Show parts and served models; always 200, for people and dashboards."""
     found = _probe(parts)
@@ -103,7 +113,7 @@ def health(parts: PartsDep) -> Health:
     dependencies=[Depends(requires(None))],
     responses={
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
-        **problems(401),
+        **problems(401, 429),
     },
 )
 def metrics(parts: PartsDep) -> Response:

@@ -24,12 +24,12 @@ log = structlog.get_logger(__name__)
 reads = APIRouter(
     tags=["jobs"],
     dependencies=[Depends(requires(None))],
-    responses=problems(401, 404, 422, 500, 503),
+    responses=problems(401, 404, 422, 429, 500, 503),
 )
 writes = APIRouter(
     tags=["jobs"],
     dependencies=[Depends(requires(Scope.SUBMIT)), Depends(screen_json)],
-    responses=problems(400, 401, 403, 404, 409, 413, 422, 500, 503),
+    responses=problems(400, 401, 403, 404, 409, 413, 422, 429, 500, 503),
 )
 
 IdempotencyKey = Annotated[

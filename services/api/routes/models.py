@@ -13,7 +13,7 @@ from services.api.keys import Scope, requires
 from services.api.openapi import problems
 from services.shared.jobs.views import Kind, ModelView, Page, PromotionView
 
-router = APIRouter(tags=["models"], responses=problems(401, 422, 500, 503))
+router = APIRouter(tags=["models"], responses=problems(401, 422, 429, 500, 503))
 
 
 @router.get("/models", operation_id="list_models", dependencies=[Depends(requires(None))])

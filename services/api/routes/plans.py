@@ -17,7 +17,7 @@ from services.shared.jobs.spec import ChainSpec, DistillSpec, TeacherSpec
 router = APIRouter(
     tags=["plans"],
     dependencies=[Depends(requires(None)), Depends(screen_json)],
-    responses=problems(400, 401, 413, 422, 500, 503),
+    responses=problems(400, 401, 413, 422, 429, 500, 503),
 )
 
 

@@ -27,7 +27,7 @@ from services.shared.jobs.views import EventView, JobView
 router = APIRouter(
     tags=["jobs"],
     dependencies=[Depends(requires(None))],
-    responses=problems(401, 404, 422, 500, 503),
+    responses=problems(401, 404, 422, 429, 500, 503),
 )
 
 EVENTS_AT_ONCE = 200
