@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.ingest import read_card
 from services.shared.datasets.split import text_key
 from services.shared.jobs.rundir import RunInput
@@ -104,6 +104,12 @@ class Lesson:
     judged_split: Split
     unlabelled: int  # texts without labels in train
     left_out: int  # unlabelled texts that were known already
+
+    @property
+    def fits_thresholds(self) -> bool:
+        """Say whether a head answers by thresholds, and there are texts to fit them on."""
+        many = any(head.type is HeadType.MULTI_LABEL for head in self.heads)
+        return many and len(self.validation.corpus) > 0
 
     @property
     def lengths(self) -> Array:

@@ -94,7 +94,13 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     with probe.phase("evaluation"):
         judged = open_signals(task, teacher, hashes, lesson.judged, recipe, world)
         stop = judged.fill(asking(progress))
-        record = meet_teacher(teacher, judged, lesson, world) if stop is None else None
+        fitting = None
+        if stop is None and lesson.fits_thresholds:
+            fitting = judged
+            if lesson.judged is not lesson.validation:
+                fitting = open_signals(task, teacher, hashes, lesson.validation, recipe, world)
+            stop = fitting.fill(asking(progress))
+        record = meet_teacher(teacher, judged, fitting, lesson, world) if stop is None else None
     del teacher  # its memory is free as soon as all its answers are kept
 
     steps_per_epoch = -(-len(train) // training.batch_size)

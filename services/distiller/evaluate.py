@@ -12,26 +12,13 @@ from typing import Any
 
 import torch
 
-from services.distiller.calibration import calibration_error, fit_temperature
 from services.shared.datasets.card import Head
-from services.shared.model.artifact import Calibration
+from services.shared.model.calibration import Calibration, calibration_error
 from services.shared.model.metrics import Array, head_metrics, predict
 from services.shared.model.tokens import encode, pad
 
 LATENCY_TEXTS = 20
 _WARM_UP = 3
-
-
-def calibrate(
-    heads: Sequence[Head], logits: Mapping[str, Array], labels: Mapping[str, Array]
-) -> dict[str, Calibration]:
-    """Return the temperature of each head, fitted on the validation split."""
-    return {
-        head.name: Calibration(
-            temperature=fit_temperature(head, logits[head.name], labels[head.name])
-        )
-        for head in heads
-    }
 
 
 def compare(
@@ -41,20 +28,24 @@ def compare(
     teacher: Mapping[str, Array],
     labels: Mapping[str, Array],
     calibration: Mapping[str, Calibration],
+    teacher_calibration: Mapping[str, Calibration],
 ) -> dict[str, Any]:
-    """Return the evaluation that the gate reads.
+    """Return the evaluation that the gate reads; each side answers by its own thresholds.
 
     {"heads": {name: {accuracy, macro_f1, classes, confusion, agreement, ece, ...}},
      "teacher": {"heads": {name: {accuracy, macro_f1, ...}}},
      "student_over_teacher": {name: share of the teacher's macro-F1, None where that is 0}}
     """
-    ours = {
-        head.name: _judge(head, student[head.name], labels[head.name])
-        | {"agreement": agreement(head, student[head.name], teacher[head.name])}
-        | _calibrated(head, student[head.name], labels[head.name], calibration.get(head.name))
-        for head in heads
-    }
-    theirs = {head.name: _judge(head, teacher[head.name], labels[head.name]) for head in heads}
+    ours, theirs = {}, {}
+    for head in heads:
+        own, other = calibration.get(head.name), teacher_calibration.get(head.name)
+        answered = _answers(head, student[head.name], own)
+        expected = _answers(head, teacher[head.name], other)
+        truth = labels[head.name]
+        theirs[head.name] = _judge(head, teacher[head.name], expected, truth, other)
+        ours[head.name] = _judge(head, student[head.name], answered, truth, own) | {
+            "agreement": agreement(answered, expected)
+        }
     return {
         "heads": ours,
         "macro_f1": sum(entry["macro_f1"] for entry in ours.values()) / len(ours),
@@ -66,9 +57,9 @@ def compare(
     }
 
 
-def agreement(head: Head, student: Array, teacher: Array) -> float:
-    """Return the share of texts, labelled or not, that both answer alike."""
-    same = predict(head, student) == predict(head, teacher)
+def agreement(student: Array, teacher: Array) -> float:
+    """Return the share of texts, labelled or not, that both answer alike: [N] or [N, C]."""
+    same = student == teacher
     return float(same.reshape(len(same), -1).all(axis=1).mean()) if len(same) else 0.0
 
 
@@ -94,20 +85,21 @@ def single_text_seconds(
     return median(seconds[_WARM_UP:]) if chosen else None
 
 
-def _judge(head: Head, logits: Array, labels: Array) -> dict[str, Any]:
-    answered = predict(head, logits)
+def _answers(head: Head, logits: Array, calibration: Calibration | None) -> Array:
+    return predict(head, logits, None if calibration is None else calibration.cuts(head))
+
+
+def _judge(
+    head: Head, logits: Array, answered: Array, labels: Array, calibration: Calibration | None
+) -> dict[str, Any]:
     report = head_metrics(head, predicted=answered, labels=labels).as_dict()
-    return report | {"ece": calibration_error(head, logits, labels, temperature=1.0)}
-
-
-def _calibrated(
-    head: Head, logits: Array, labels: Array, calibration: Calibration | None
-) -> dict[str, float]:
+    report["ece"] = calibration_error(head, logits, labels, temperature=1.0)
     if calibration is None:
-        return {}
+        return report
     temperature = calibration.temperature
     error = calibration_error(head, logits, labels, temperature=temperature)
-    return {"temperature": temperature, "ece_calibrated": error}
+    report |= {"temperature": temperature, "ece_calibrated": error}
+    return report | ({"thresholds": calibration.thresholds} if calibration.thresholds else {})
 
 
 def _share(student: float, teacher: float) -> float | None:

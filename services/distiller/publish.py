@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from services.distiller.corpus import Lesson
-from services.distiller.evaluate import calibrate, compare, single_text_seconds
+from services.distiller.evaluate import compare, single_text_seconds
 from services.distiller.signals import Signals
 from services.distiller.teacher import Teacher, TeacherFiles
 from services.shared.fsdp.assemble import token_budget
-from services.shared.fsdp.export import export_weights
+from services.shared.fsdp.export import export_unsealed, put_in_place
 from services.shared.fsdp.predictions import predict_split
 from services.shared.fsdp.process import World
 from services.shared.fsdp.shard import Sharded
@@ -22,20 +22,16 @@ from services.shared.jobs.rundir import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec
 from services.shared.model.artifact import (
     MANIFEST,
-    Calibration,
     check_golden,
     file_sha256,
-    golden_texts,
     load_backbone,
     read_heads,
     seal_artifact,
     set_heads,
-    write_golden,
 )
+from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.classifier import Classifier, wrap_backbone
 from services.shared.model.metrics import Array
-
-GOLDEN_TEXTS = 4
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,17 @@ class TeacherRecord:
     files: TeacherFiles
     placement: str
     logits: dict[str, Array]  # on the judged texts
+    calibration: dict[str, Calibration]  # by head; empty where no head is multi-label
     single_text_seconds: float | None
 
 
-def meet_teacher(teacher: Teacher, judged: Signals, lesson: Lesson, world: World) -> TeacherRecord:
-    """Return what the report says of the teacher; its speed includes sharding where it is sharded."""
+def meet_teacher(
+    teacher: Teacher, judged: Signals, validation: Signals | None, lesson: Lesson, world: World
+) -> TeacherRecord:
+    """Return what the report says of the teacher; its speed includes sharding where it is sharded.
+
+    `validation` holds its answers there, complete, where thresholds are to be fitted on them.
+    """
     seconds = single_text_seconds(
         teacher,
         teacher.tokenizer,
@@ -57,8 +59,11 @@ def meet_teacher(teacher: Teacher, judged: Signals, lesson: Lesson, world: World
         max_length=teacher.files.max_length,
         device=world.device,
     )
-    logits = {name: values.numpy() for name, values in judged.all_answers().items()}
-    return TeacherRecord(teacher.files, teacher.placement, logits, seconds)
+    calibration = {}
+    if validation is not None:
+        labels = lesson.validation.corpus.rows.labels
+        calibration = calibrate(lesson.heads, _arrays(validation), labels)
+    return TeacherRecord(teacher.files, teacher.placement, _arrays(judged), calibration, seconds)
 
 
 def judge(
@@ -86,6 +91,7 @@ def judge(
         teacher=teacher.logits,
         labels=lesson.judged.corpus.rows.labels,
         calibration=calibration,
+        teacher_calibration=teacher.calibration,
     )
     evaluation["teacher"] |= {
         "parameters": teacher.files.parameters,
@@ -122,16 +128,8 @@ def publish(
     )
     if evaluation and state.best is not None:
         evaluation["validation"] = state.best.evaluation
-    student.module.eval()
-    texts = lesson.train.corpus.rows.texts[:GOLDEN_TEXTS]
-    golden = golden_texts(student.module, tokenizer, texts, max_length=training.max_length)
-    student.reshard()
-    aside = run.export.with_name(".export.partial")
-    if world.is_first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    world.barrier()
-    export_weights(student, aside, world)
+    texts = lesson.train.corpus.rows.texts
+    aside = export_unsealed(run, student, tokenizer, texts, world, max_length=training.max_length)
     report = Report(
         outcome="succeeded",
         steps=state.step,
@@ -143,9 +141,7 @@ def publish(
         details=_details(lesson, state, steps_per_epoch) | {"signals": signals},
     )
     if world.is_first:
-        tokenizer.save_pretrained(str(aside))
-        write_golden(aside, golden)
-        written = _read_back(run, lesson, world.device)
+        written = _read_back(aside, lesson, world.device)
         check_golden(aside, written, tokenizer)
         if evaluation:
             evaluation["single_text_seconds"] = single_text_seconds(
@@ -167,8 +163,7 @@ def publish(
         )
         if evaluation:
             evaluation["size_bytes"] = sealed.size_bytes
-        shutil.rmtree(run.export, ignore_errors=True)
-        aside.rename(run.export)
+        put_in_place(run, aside)
         report = report.model_copy(
             update={
                 "parameters": sealed.parameters,
@@ -183,14 +178,7 @@ def publish(
 
 def _details(lesson: Lesson, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
     """Return what the report says beside the evaluation."""
-    best = state.best.step if state.best else state.step
-    return {
-        "best_step": best,
-        "best_epoch": best / steps_per_epoch,
-        "stopped_early": state.finished,
-        "padding_share": state.padding_share,
-        "real_tokens": state.real_tokens,
-        "epoch_seconds": state.epoch_seconds,
+    return state.details(steps_per_epoch) | {
         "training_texts": len(lesson.train.corpus),
         "unlabelled_texts": lesson.unlabelled,
         "unlabelled_texts_left_out": lesson.left_out,
@@ -201,9 +189,12 @@ def _details(lesson: Lesson, state: LoopState, steps_per_epoch: int) -> dict[str
     }
 
 
-def _read_back(run: RunDirectory, lesson: Lesson, device: torch.device) -> Classifier:
+def _arrays(answers: Signals) -> dict[str, Array]:
+    return {name: values.numpy() for name, values in answers.all_answers().items()}
+
+
+def _read_back(aside: Path, lesson: Lesson, device: torch.device) -> Classifier:
     """Return the student as its files hold it."""
-    aside = run.export.with_name(".export.partial")
     classifier = wrap_backbone(load_backbone(aside), lesson.heads)
     set_heads(classifier, read_heads(aside, lesson.heads))
     return classifier.to(device).eval()

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 from services.shared.datasets.card import Split
 from services.shared.fsdp.assemble import token_budget
-from services.shared.fsdp.export import export_weights
+from services.shared.fsdp.export import export_unsealed, put_in_place
 from services.shared.fsdp.predictions import evaluate, predict_split
 from services.shared.fsdp.process import World
 from services.shared.fsdp.shard import Sharded
 from services.shared.fsdp.standing import LoopState
 from services.shared.jobs.rundir import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec
-from services.shared.model.artifact import golden_texts, seal_artifact, write_golden
+from services.shared.model.artifact import seal_artifact
+from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.tokens import read_rows
 from services.trainer.inputs import Data
-
-GOLDEN_TEXTS = 4
 
 
 def publish(
@@ -31,19 +29,10 @@ def publish(
     steps_per_epoch: int,
 ) -> Report:
     """Judge the weights on the test split, write their artifact, and report; on all ranks."""
-    evaluation = _judge(task, sharded, data, world, state)
-    sharded.module.eval()
-    texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts[:GOLDEN_TEXTS]
+    evaluation, calibration = _judge(task, sharded, data, world, state)
+    texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
     max_length = task.spec.training.max_length
-    golden = golden_texts(sharded.module, data.tokenizer, texts, max_length=max_length)
-    sharded.reshard()
-
-    aside = run.export.with_name(".export.partial")
-    if world.is_first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-    world.barrier()
-    export_weights(sharded, aside, world)
+    aside = export_unsealed(run, sharded, data.tokenizer, texts, world, max_length=max_length)
     report = Report(
         outcome="succeeded",
         steps=state.step,
@@ -56,8 +45,6 @@ def publish(
         details=_details(data, state, steps_per_epoch),
     )
     if world.is_first:
-        data.tokenizer.save_pretrained(str(aside))
-        write_golden(aside, golden)
         sealed = seal_artifact(
             aside,
             heads=data.heads,
@@ -65,9 +52,9 @@ def publish(
             lineage=_lineage(task, data, state),
             metrics=evaluation,
             max_length=max_length,
+            calibration=calibration,
         )
-        shutil.rmtree(run.export, ignore_errors=True)
-        aside.rename(run.export)
+        put_in_place(run, aside)
         report = report.model_copy(
             update={"size_bytes": sealed.size_bytes, "manifest_sha256": sealed.sha256}
         )
@@ -77,31 +64,34 @@ def publish(
 
 def _judge(
     task: RunInput, sharded: Sharded, data: Data, world: World, state: LoopState
-) -> dict[str, Any]:
-    """Return the evaluation on the test split, beside the one that chose these weights."""
+) -> tuple[dict[str, Any], dict[str, Calibration]]:
+    """Return the evaluation on the test split, beside the one that chose these weights.
+
+    The calibration is fitted on the validation split, and used on the test split.
+    """
     chosen = state.best.evaluation if state.best is not None else None
-    if not len(data.test):
-        return {} if chosen is None else {"split": "validation"} | chosen
-    logits = predict_split(
-        sharded,
-        data.test,
-        data.heads,
-        world,
-        budget_tokens=token_budget(sharded.recipe, task.spec.training),
-        pad_id=data.tokenizer.pad_token_id,
+    validation, test = (
+        predict_split(
+            sharded,
+            split,
+            data.heads,
+            world,
+            budget_tokens=token_budget(sharded.recipe, task.spec.training),
+            pad_id=data.tokenizer.pad_token_id,
+        )
+        if len(split)
+        else None
+        for split in (data.validation, data.test)
     )
-    return {"split": "test", **evaluate(logits, data.test, data.heads), "validation": chosen}
+    calibration = calibrate(data.heads, validation, data.validation.labels) if validation else {}
+    if not test:
+        return ({} if chosen is None else {"split": "validation"} | chosen), calibration
+    evaluation = evaluate(test, data.test, data.heads, calibration)
+    return {"split": "test", **evaluation, "validation": chosen}, calibration
 
 
 def _details(data: Data, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
-    best = state.best.step if state.best else state.step
-    return {
-        "best_step": best,
-        "best_epoch": best / steps_per_epoch,
-        "stopped_early": state.finished,
-        "padding_share": state.padding_share,
-        "real_tokens": state.real_tokens,
-        "epoch_seconds": state.epoch_seconds,
+    return state.details(steps_per_epoch) | {
         "truncated_texts": {
             "train": data.train.truncated,
             "validation": data.validation.truncated,

@@ -21,7 +21,10 @@ from services.shared.model.artifact import (
     read_artifact,
     verify_artifact,
 )
-from services.shared.model.tokens import load_tokenizer
+from services.shared.model.metrics import head_metrics, predict
+from services.shared.model.tokens import load_tokenizer, read_rows, tokenise
+
+HELD_OUT = 60 + 40  # test, and validation for the thresholds of both sides
 
 
 @pytest.fixture
@@ -93,6 +96,34 @@ def test_the_artifact_is_whole_and_knows_its_teacher(task, distilled, run, teach
     assert worst is not None
 
 
+def test_thresholds_fitted_on_validation_judge_on_test_and_are_kept(task, distilled, run):
+    evaluation = distilled(task()).evaluation
+    artifact = read_artifact(run.export)
+    for side in (evaluation, evaluation["teacher"]):
+        assert side["heads"]["topics"]["thresholds"].keys() == {"book", "hotel"}
+        assert "thresholds" not in side["heads"]["sentiment"]
+    own = evaluation["heads"]["topics"]["thresholds"]
+    assert artifact.calibration["topics"].thresholds == own
+    assert own != evaluation["teacher"]["heads"]["topics"]["thresholds"]
+    # The artifact, read again, gives on test the figures of the report.
+    rows = read_rows(task().dataset_dir, Split.TEST, artifact.heads)
+    tokenizer, classifier = load_tokenizer(run.export), load_classifier(run.export)
+    texts = tokenise(rows, tokenizer, max_length=48)
+    logits = []
+    for row in range(len(rows)):
+        with torch.no_grad():
+            logits.append(classifier(torch.tensor(texts.tokens(row)[None]).long())["topics"])
+    head = artifact.heads[1]
+    answered = predict(head, torch.cat(logits).numpy(), artifact.calibration["topics"].cuts(head))
+    found = head_metrics(head, predicted=answered, labels=rows.labels["topics"])
+    assert found.macro_f1 == pytest.approx(evaluation["heads"]["topics"]["macro_f1"])
+
+
+def test_a_teacher_without_multi_label_heads_is_not_asked_about_validation(task, distilled, asked):
+    distilled(task(spec={"heads": ["sentiment"]}, distillation={"signals": "cached"}))
+    assert sum(asked) == 60 + 240
+
+
 def test_projections_are_learnt_but_not_exported(task, distilled, run):
     report = distilled(
         task(
@@ -111,11 +142,12 @@ def test_projections_are_learnt_but_not_exported(task, distilled, run):
 def test_hidden_states_are_asked_online_unless_keeping_them_is_asked_for(task, distilled, asked):
     report = distilled(task(distillation={"hidden_weight": 0.5, "signals": "cached"}))
     assert report.details["signals"] == "online"
-    assert sum(asked) == 60 + 2 * 240
+    assert sum(asked) == HELD_OUT + 2 * 240
 
 
 @pytest.mark.parametrize(
-    ("mode", "texts"), [("online", 60 + 3 * 240), ("auto", 60 + 240), ("cached", 60 + 240)]
+    ("mode", "texts"),
+    [("online", HELD_OUT + 3 * 240), ("auto", HELD_OUT + 240), ("cached", HELD_OUT + 240)],
 )
 def test_the_teacher_is_asked_as_often_as_the_mode_says(task, distilled, asked, mode, texts):
     distilled(task(training={"epochs": 3}, distillation={"signals": mode}))

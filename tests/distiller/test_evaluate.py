@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.distiller.evaluate import agreement, calibrate, compare, single_text_seconds
+from services.distiller.evaluate import agreement, compare, single_text_seconds
 from services.shared.datasets.card import Head, HeadType
+from services.shared.model.calibration import Calibration, calibrate
 
 MOOD = Head(name="mood", labels=["bad", "good"])
 TAGS = Head(name="tags", type=HeadType.MULTI_LABEL, labels=["x", "y"])
@@ -14,9 +15,26 @@ LABELS = {"mood": np.array([0, 1])}
 
 
 def test_agreement_counts_whole_answers_labelled_or_not():
-    assert agreement(MOOD, RIGHT, WRONG) == 0.5
-    one, other = np.array([[1.0, 1.0], [-1.0, 1.0]]), np.array([[1.0, -1.0], [-1.0, 3.0]])
-    assert agreement(TAGS, one, other) == 0.5
+    assert agreement(np.array([0, 1]), np.array([0, 0])) == 0.5
+    one, other = np.array([[True, True], [False, True]]), np.array([[True, False], [False, True]])
+    assert agreement(one, other) == 0.5
+
+
+def test_each_side_answers_by_its_own_thresholds():
+    labels = {"tags": np.array([[1.0, 0.0], [0.0, 1.0]])}
+    low = np.array([[-1.0, -3.0], [-3.0, -1.0]])  # right above -2, never above 0
+    found = compare(
+        [TAGS],
+        student={"tags": low},
+        teacher={"tags": low + 2},  # right above 0, always above -2
+        labels=labels,
+        calibration={"tags": Calibration(thresholds={"x": 0.12, "y": 0.12})},
+        teacher_calibration={"tags": Calibration(thresholds={"x": 0.5, "y": 0.5})},
+    )
+    ours, theirs = found["heads"]["tags"], found["teacher"]["heads"]["tags"]
+    assert (ours["accuracy"], theirs["accuracy"], ours["agreement"]) == (1.0, 1.0, 1.0)
+    assert ours["thresholds"] == {"x": 0.12, "y": 0.12}
+    assert theirs["thresholds"] == {"x": 0.5, "y": 0.5}
 
 
 def test_a_student_is_compared_head_by_head():
@@ -26,6 +44,7 @@ def test_a_student_is_compared_head_by_head():
         teacher={"mood": RIGHT},
         labels=LABELS,
         calibration=calibrate([MOOD], {"mood": RIGHT}, LABELS),
+        teacher_calibration={},
     )
     assert found["heads"]["mood"]["accuracy"] == 0.5
     assert found["teacher"]["heads"]["mood"]["accuracy"] == 1.0
@@ -40,6 +59,7 @@ def test_a_teacher_that_knows_nothing_gives_no_share():
         teacher={"mood": RIGHT[::-1]},
         labels=LABELS,
         calibration={},
+        teacher_calibration={},
     )
     assert found["student_over_teacher"]["mood"] is None
     assert "temperature" not in found["heads"]["mood"]

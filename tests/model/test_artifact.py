@@ -11,7 +11,6 @@ from transformers import AutoModel
 
 from services.shared.model.artifact import (
     BadArtifact,
-    Calibration,
     check_golden,
     golden_texts,
     load_classifier,
@@ -22,6 +21,7 @@ from services.shared.model.artifact import (
     weights_sha256,
     write_golden,
 )
+from services.shared.model.calibration import Calibration
 from services.shared.model.tokens import load_tokenizer
 
 IDS = torch.tensor([[2, 9, 8, 7, 3]])

@@ -43,12 +43,16 @@ class ClassifyRequest(BaseModel):
 
 
 class ClassifyHead(BaseModel):
-    """One head's answer; `probs` is in the order of `labels`."""
+    """One head's answer; `probs` is in the order of `labels`.
+
+    `predicted` (ours) are the labels that a multi-label head answers, the likeliest first.
+    """
 
     label: str
     probs: list[float]
     labels: list[str]
     num_classes: int
+    predicted: list[str] | None = None
 
 
 class ClassifyText(BaseModel):
@@ -58,6 +62,7 @@ class ClassifyText(BaseModel):
     label: str
     probs: list[float]
     num_classes: int
+    predicted: list[str] | None = None
     heads: dict[str, ClassifyHead] | None = None
 
 
@@ -106,15 +111,18 @@ async def classify(
 def _classified(index: int, prediction: Prediction) -> dict[str, Any]:
     heads = {name: _classified_head(scores) for name, scores in prediction.scores.items()}
     first = next(iter(heads.values()))
-    answer = {"index": index, **{k: first[k] for k in ("label", "probs", "num_classes")}}
+    plain = ("label", "probs", "num_classes", "predicted")
+    answer = {"index": index, **{k: first[k] for k in plain if k in first}}
     return {**answer, "heads": heads} if len(heads) > 1 else answer
 
 
 def _classified_head(scores: list[Score]) -> dict[str, Any]:
     in_order = sorted(scores, key=lambda score: score.label)  # labels are sorted: class order
+    many = scores[0].predicted is not None
     return {
         "label": scores[0].label,
         "probs": [score.score for score in in_order],
         "labels": [score.label for score in in_order],
         "num_classes": len(scores),
+        **({"predicted": [score.label for score in scores if score.predicted]} if many else {}),
     }

@@ -45,6 +45,11 @@ class PredictRequest(BaseModel):
     top_k: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
         None, description="Most labels a head."
     )
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None,
+        description="The probability above which a multi-label head answers a label, instead of the "
+        "one fitted for each label.",
+    )
     heads: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = Field(
         None, description="Heads to answer for; all if left out."
     )
@@ -56,6 +61,9 @@ class LabelScore(BaseModel):
 
     label: str
     score: float
+    predicted: bool | None = Field(
+        None, description="Multi-label heads only: whether the label is answered."
+    )
 
 
 class HeadDetail(BaseModel):
@@ -128,22 +136,25 @@ def _texts(inputs: str | Sequence[str | list[str]]) -> list[str]:
 
 def _by_head(prediction: Prediction, body: PredictRequest) -> dict[str, list[dict[str, Any]]]:
     return {
-        name: [
-            _scored(score, raw=body.raw_scores) for score in prediction.scores[name][: body.top_k]
-        ]
+        name: [_scored(score, body) for score in prediction.scores[name][: body.top_k]]
         for name in chosen(prediction.scores, body.heads)
     }
 
 
-def _scored(score: Score, *, raw: bool) -> dict[str, Any]:
-    return {"label": score.label, "score": score.logit if raw else score.score}
+def _scored(score: Score, body: PredictRequest) -> dict[str, Any]:
+    answer = {"label": score.label, "score": score.logit if body.raw_scores else score.score}
+    if score.predicted is None:
+        return answer
+    if body.threshold is None:
+        return answer | {"predicted": score.predicted}
+    return answer | {"predicted": score.score > body.threshold}
 
 
 def _detail(predictions: Sequence[Prediction], body: PredictRequest) -> dict[str, Any]:
     data = []
     for index, prediction in enumerate(predictions):
         heads = {
-            name: {**scores[0], "scores": scores}
+            name: {"label": scores[0]["label"], "score": scores[0]["score"], "scores": scores}
             for name, scores in _by_head(prediction, body).items()
         }
         data.append(

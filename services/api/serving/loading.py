@@ -79,7 +79,8 @@ def load_student(
         encoder=encoder,
         engine=engine,
         calibration=Calibration(
-            {name: fitted.temperature for name, fitted in artifact.calibration.items()}
+            {name: fitted.temperature for name, fitted in artifact.calibration.items()},
+            {name: fitted.thresholds for name, fitted in artifact.calibration.items()},
         ),
         backbone=backbone_hash(artifact),
     )

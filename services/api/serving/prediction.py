@@ -19,11 +19,15 @@ FloatArray = NDArray[np.float32]
 
 
 class Score(NamedTuple):
-    """One label of one head; `score` is a probability."""
+    """One label of one head; `score` is a probability.
+
+    `predicted` says whether a multi-label head answers the label; a single-label one, its first.
+    """
 
     label: str
     score: float
     logit: float
+    predicted: bool | None = None
 
 
 class Timing(NamedTuple):
@@ -51,6 +55,8 @@ class Calibration:
     """What was fitted on held-out texts after training; nothing where it was not."""
 
     temperature: Mapping[str, float] = field(default_factory=dict)  # head -> divisor of the logits
+    # head -> label -> the probability above which a multi-label head answers it; 0.5 without
+    thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def read_scores(
@@ -83,9 +89,18 @@ def _read_head(head: Head, calibration: Calibration, logits: FloatArray) -> list
         raise EngineFailed(f"The head {head.name!r} answered with logits that are not finite.")
     chances = probabilities(head.type, logits, calibration.temperature.get(head.name, 1.0))
     order = np.argsort(-logits, axis=-1, kind="stable")
+    rows = zip(order.tolist(), chances.tolist(), logits.tolist(), strict=True)
+    if head.type is HeadType.SINGLE_LABEL:
+        return [
+            [Score(head.labels[label], chance[label], logit[label]) for label in labels]
+            for labels, chance, logit in rows
+        ]
+    fitted = calibration.thresholds.get(head.name, {})
+    least = [fitted.get(label, 0.5) for label in head.labels]
     return [
-        [Score(head.labels[label], chance[label], logit[label]) for label in labels]
-        for labels, chance, logit in zip(
-            order.tolist(), chances.tolist(), logits.tolist(), strict=True
-        )
+        [
+            Score(head.labels[label], chance[label], logit[label], chance[label] > least[label])
+            for label in labels
+        ]
+        for labels, chance, logit in rows
     ]

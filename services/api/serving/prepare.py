@@ -35,6 +35,7 @@ from services.api.serving.threads import use_threads
 from services.api.serving.transformers_engine import TransformersEngine
 from services.shared.datasets.card import Head, Split
 from services.shared.model.artifact import load_classifier, read_artifact
+from services.shared.model.calibration import Calibration
 from services.shared.model.metrics import head_metrics, labelled, predict
 from services.shared.model.tokens import Rows, encode, load_tokenizer, read_rows
 
@@ -77,7 +78,9 @@ def prepare_int8(
     )
     given = _run(PackedEngine(backbone, heads, threads=threads, kind="packed-int8"), tokens)
 
-    compared = compare(artifact.heads, held_out, expected=expected, given=given)
+    compared = compare(
+        artifact.heads, held_out, expected=expected, given=given, calibration=artifact.calibration
+    )
     prepared = PreparedInt8(
         manifest_sha256=manifest_hash(artifact_dir),
         weights_sha256=weights_sha256,
@@ -95,15 +98,18 @@ def compare(
     *,
     expected: Mapping[str, FloatArray],
     given: Mapping[str, FloatArray],
+    calibration: Mapping[str, Calibration],
 ) -> dict[str, HeadComparison]:
-    """Compare two sets of logits [N, C] head by head.
+    """Compare two sets of logits [N, C] head by head, answered by the same thresholds.
 
     Agreement is over texts for a single-label head and over every label of every text for a
     multi-label one.
     """
     result = {}
     for head in heads:
-        wanted, found = predict(head, expected[head.name]), predict(head, given[head.name])
+        cuts = calibration.get(head.name, Calibration()).cuts(head)
+        wanted = predict(head, expected[head.name], cuts)
+        found = predict(head, given[head.name], cuts)
         agreement = float(np.mean(wanted == found))
         before = head_metrics(head, predicted=wanted, labels=rows.labels[head.name]).macro_f1
         after = head_metrics(head, predicted=found, labels=rows.labels[head.name]).macro_f1

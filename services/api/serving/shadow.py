@@ -73,5 +73,5 @@ class Shadow:
 
 def _decision(kind: HeadType, scores: Sequence[Score]) -> frozenset[str]:
     if kind is HeadType.MULTI_LABEL:
-        return frozenset(score.label for score in scores if score.score > 0.5)
+        return frozenset(score.label for score in scores if score.predicted)
     return frozenset({scores[0].label})

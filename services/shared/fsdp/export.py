@@ -6,6 +6,8 @@ the host ever holds more than one whole parameter beyond the shards.
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from torch import Tensor
 from services.shared.fsdp.process import World
 from services.shared.fsdp.shard import DTYPES, Piece, Sharded
 from services.shared.fsdp.tensor_files import Layout, TensorWriter
-from services.shared.jobs.rundir import write_json
-from services.shared.model.artifact import write_heads
+from services.shared.jobs.rundir import RunDirectory, write_json
+from services.shared.model.artifact import golden_texts, write_golden, write_heads
 
 # save_pretrained's default is 50 GB in transformers 5.24 and was 5 GB before: smaller files are easier
 # to copy, to hash in parallel and to resume.
 SHARD_BYTES = 5 * 10**9
+GOLDEN_TEXTS = 4
 _BACKBONE = "backbone."
 _HEADS = "heads."
 
@@ -31,6 +34,41 @@ _HEADS = "heads."
 class _WeightFile:
     names: list[str] = field(default_factory=list)
     num_bytes: int = 0
+
+
+def export_unsealed(
+    run: RunDirectory,
+    sharded: Sharded,
+    tokenizer: Any,
+    texts: Sequence[str],
+    world: World,
+    *,
+    max_length: int,
+) -> Path:
+    """Write an artifact's weights, tokenizer and golden texts, on all ranks; return where.
+
+    The first of `texts` are recorded with what the sharded model answers. The directory lies beside
+    `run.export`, until `put_in_place` gives it that name. Raises OSError on rank 0.
+    """
+    sharded.module.eval()
+    golden = golden_texts(sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length)
+    sharded.reshard()
+    aside = run.export.with_name(".export.partial")
+    if world.is_first:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    world.barrier()
+    export_weights(sharded, aside, world)
+    if world.is_first:
+        tokenizer.save_pretrained(str(aside))
+        write_golden(aside, golden)
+    return aside
+
+
+def put_in_place(run: RunDirectory, aside: Path) -> None:
+    """Give a sealed artifact its name."""
+    shutil.rmtree(run.export, ignore_errors=True)
+    aside.rename(run.export)
 
 
 def export_weights(

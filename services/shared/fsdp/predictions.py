@@ -15,6 +15,7 @@ from services.shared.datasets.card import Head
 from services.shared.fsdp.process import World
 from services.shared.fsdp.shard import Sharded
 from services.shared.model.batches import plan_evaluation
+from services.shared.model.calibration import Calibration
 from services.shared.model.metrics import Array, head_metrics, predict
 from services.shared.model.objective import supervised_loss
 from services.shared.model.tokens import TokenisedSplit, collate
@@ -48,13 +49,23 @@ def predict_split(
     return {name: values.cpu().numpy() for name, values in results.items()}
 
 
-def evaluate(logits: Mapping[str, Array], split: TokenisedSplit, heads: Sequence[Head]) -> Any:
-    """Return `{"heads": {name: metrics}, "macro_f1": mean over heads, "loss": mean over heads}`."""
+def evaluate(
+    logits: Mapping[str, Array],
+    split: TokenisedSplit,
+    heads: Sequence[Head],
+    calibration: Mapping[str, Calibration] | None = None,
+) -> Any:
+    """Return `{"heads": {name: metrics}, "macro_f1": mean over heads, "loss": mean over heads}`.
+
+    Multi-label heads answer by the thresholds of `calibration`, by 0.5 without.
+    """
     table = {}
     losses = []
     for head in heads:
         labels = split.labels[head.name]
-        metrics = head_metrics(head, predicted=predict(head, logits[head.name]), labels=labels)
+        fitted = (calibration or {}).get(head.name, Calibration())
+        answered = predict(head, logits[head.name], fitted.cuts(head))
+        metrics = head_metrics(head, predicted=answered, labels=labels)
         table[head.name] = metrics.as_dict()
         target = torch.from_numpy(labels)
         found = supervised_loss(

@@ -48,6 +48,18 @@ class LoopState(BaseModel):
         """Return the share of padded tokens that carried no text so far."""
         return 1 - self.real_tokens / max(1, self.padded_tokens)
 
+    def details(self, steps_per_epoch: int) -> dict[str, Any]:
+        """Return what a report says of the loop beside its evaluation."""
+        best = self.best.step if self.best else self.step
+        return {
+            "best_step": best,
+            "best_epoch": best / steps_per_epoch,
+            "stopped_early": self.finished,
+            "padding_share": self.padding_share,
+            "real_tokens": self.real_tokens,
+            "epoch_seconds": self.epoch_seconds,
+        }
+
     def count(self, step: Step, split: TokenisedSplit) -> None:
         """Add a step's real and padded tokens; a dummy counts as one padded token."""
         lengths = split.lengths

@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from services.shared.datasets.card import Head
 from services.shared.jobs.rundir import write_json
+from services.shared.model.calibration import Calibration
 from services.shared.model.classifier import Classifier, Pooling, wrap_backbone
 from services.shared.model.tokens import encode, pad
 
@@ -49,12 +50,6 @@ class BadArtifact(ValueError):
 
 class _File(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class Calibration(_File):
-    """What turns a head's logits into honest probabilities: softmax or sigmoid of logits / temperature."""
-
-    temperature: float = 1.0
 
 
 class HeadsFile(_File):

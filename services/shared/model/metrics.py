@@ -62,10 +62,13 @@ class HeadMetrics:
         }
 
 
-def predict(head: Head, logits: Array) -> Array:
-    """Return the answers: class numbers [N], or for a multi-label head booleans [N, C]."""
+def predict(head: Head, logits: Array, cuts: Array | None = None) -> Array:
+    """Return the answers: class numbers [N], or for a multi-label head booleans [N, C].
+
+    A multi-label head answers the classes whose logit is above `cuts` [C], 0 where there are none.
+    """
     if head.type is HeadType.MULTI_LABEL:
-        return np.asarray(logits > 0)
+        return np.asarray(logits > (0 if cuts is None else cuts))
     return np.asarray(np.argmax(logits, axis=1))
 
 

@@ -26,6 +26,7 @@ from services.api.serving.settings import EngineChoice, ServingDtype, ServingSet
 from services.api.serving.smoothing import largest_activations, smooth
 from services.shared.datasets.card import Head, HeadType
 from services.shared.model.artifact import MANIFEST, load_classifier, read_artifact
+from services.shared.model.calibration import Calibration
 from services.shared.model.tokens import Rows
 
 SETTINGS = ServingSettings(threads=1, dtype=ServingDtype.FLOAT32, compile=False)
@@ -219,6 +220,7 @@ def test_the_gate_wants_99_in_100_decisions_alike(flips: int, passed: bool) -> N
         rows(TONE, truth),
         expected={"tone": logits(before)},
         given={"tone": logits(after)},
+        calibration={},
     ).values()
     assert result.agreement == pytest.approx(1 - flips / 200)
     assert result.passed is passed
@@ -233,6 +235,7 @@ def test_the_gate_wants_macro_f1_within_three_tenths_of_a_point() -> None:
         rows(TONE, truth),
         expected={"tone": logits(truth)},
         given={"tone": logits(after)},
+        calibration={},
     ).values()
     assert result.agreement == pytest.approx(0.999)
     assert result.macro_f1_float32 - result.macro_f1 > 0.003
@@ -242,7 +245,7 @@ def test_the_gate_wants_macro_f1_within_three_tenths_of_a_point() -> None:
 def test_the_gate_does_not_pass_what_it_could_not_compare_with_labels() -> None:
     given = {"tone": logits([0, 1])}
     missing = rows(TONE, np.array([-100, -100], np.int32))
-    [result] = compare([TONE], missing, expected=given, given=given).values()
+    [result] = compare([TONE], missing, expected=given, given=given, calibration={}).values()
     assert not result.passed
 
 
@@ -252,7 +255,27 @@ def test_the_gate_counts_every_label_of_a_multi_label_head() -> None:
     given = exact.copy()
     given[0, 1] = 1.0
     [result] = compare(
-        [TOPICS], rows(TOPICS, labels), expected={"topics": exact}, given={"topics": given}
+        [TOPICS],
+        rows(TOPICS, labels),
+        expected={"topics": exact},
+        given={"topics": given},
+        calibration={},
     ).values()
     assert result.agreement == 0.75
+    assert not result.passed
+
+
+def test_the_gate_counts_answers_as_serving_gives_them() -> None:
+    labels = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    exact = np.where(labels > 0, -1.0, -3.0)
+    given = np.where(labels > 0, -2.2, -3.0)  # without thresholds both would never answer
+    low = Calibration(thresholds={"book": 0.15, "food": 0.15})
+    [result] = compare(
+        [TOPICS],
+        rows(TOPICS, labels),
+        expected={"topics": exact},
+        given={"topics": given},
+        calibration={"topics": low},
+    ).values()
+    assert (result.macro_f1_float32, result.macro_f1) == (1.0, 0.0)
     assert not result.passed

@@ -1,0 +1,107 @@
+"""Thresholds of multi-label heads: fitted, kept in the artifact, served by /predict."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.api.serving.predictor import Predictor
+from services.api.serving.promoted import Promoted
+from services.api.serving.settings import ServingDtype, ServingSettings
+from services.shared.datasets.card import Head
+from services.shared.model.artifact import file_sha256, load_classifier, read_artifact
+from services.shared.model.calibration import Calibration, calibrate
+from services.shared.model.metrics import predict
+from services.shared.model.tokens import load_tokenizer
+
+SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDtype.FLOAT32)
+TEXTS = [
+    f"the {thing} {what}" for thing in ["room", "book", "food", "bed"] for what in "abcdefghij"
+]
+
+
+def topics_of(directory: Path) -> tuple[Head, np.ndarray]:
+    """Return the multi-label head of an artifact and its logits for TEXTS."""
+    head = read_artifact(directory).heads[1]
+    classifier, tokenizer = load_classifier(directory), load_tokenizer(directory)
+    with torch.no_grad():
+        rows = [classifier(torch.tensor([tokenizer(text)["input_ids"]])) for text in TEXTS]
+    return head, np.concatenate([row["topics"].numpy() for row in rows])
+
+
+def keep(directory: Path, fitted: Calibration) -> None:
+    """Write a calibration into a sealed artifact, as its export would have."""
+    path, manifest = directory / "heads.json", directory / "manifest.json"
+    about = json.loads(path.read_text()) | {"calibration": {"topics": fitted.model_dump()}}
+    path.write_text(json.dumps(about))
+    sealed = json.loads(manifest.read_text())
+    sealed["files"]["heads.json"] = file_sha256(path)
+    manifest.write_text(json.dumps(sealed))
+
+
+@pytest.fixture
+def fitted(new_artifact: Callable[..., Path]) -> tuple[Path, Calibration]:
+    """An artifact whose thresholds were fitted on texts, none of them at a half."""
+    directory = new_artifact("qwen3")
+    head, logits = topics_of(directory)
+    # A label's truth is that its logit is among the highest third: no head learns better.
+    labels = (logits > np.quantile(logits, 0.67, axis=0)).astype(np.float32)
+    found = calibrate([head], {"topics": logits}, {"topics": labels})["topics"]
+    assert (predict(head, logits, found.cuts(head)) == labels).all()
+    assert (predict(head, logits) != labels).any(axis=0).all()
+    keep(directory, found)
+    return directory, found
+
+
+@pytest.fixture
+def client(offline: Any, fitted: tuple[Path, Calibration]) -> Any:
+    promoted = Promoted("prm_1", "default", "mdl_1", "reviews", "mdl_1", fitted[0])
+    offline.predictor = predictor = Predictor(SETTINGS, promotions=lambda: [promoted])
+    with offline.client() as client:
+        predictor.start()
+        deadline = time.monotonic() + 60
+        while predictor.active() is None and time.monotonic() < deadline:
+            client.get("/livez")
+        yield client
+        client.portal.call(predictor.stop)
+
+
+def test_predict_answers_by_the_fitted_thresholds(
+    client: Any, fitted: tuple[Path, Calibration]
+) -> None:
+    head, logits = topics_of(fitted[0])
+    expected = predict(head, logits, fitted[1].cuts(head))
+    answers = client.post("/predict", json={"inputs": TEXTS}).json()
+    for answer, wanted in zip(answers, expected, strict=True):
+        predicted = {row["label"] for row in answer["topics"] if row["predicted"]}
+        assert predicted == {label for label, yes in zip(head.labels, wanted, strict=True) if yes}
+        assert all("predicted" not in row for row in answer["tone"])
+
+
+def test_a_request_may_name_a_threshold_of_its_own(client: Any) -> None:
+    body = {"inputs": TEXTS[0], "heads": ["topics"]}
+    for threshold in (0.0, 0.5, 1.0):
+        rows = client.post("/predict", json=body | {"threshold": threshold}).json()
+        assert [row["predicted"] for row in rows] == [row["score"] > threshold for row in rows]
+    assert client.post("/predict", json=body | {"threshold": 1.5}).status_code == 422
+
+
+def test_classify_lists_the_labels_that_are_answered(
+    client: Any, fitted: tuple[Path, Calibration]
+) -> None:
+    thresholds = fitted[1].thresholds
+    answer = client.post("/v1/classify", json={"input": TEXTS}).json()
+    for text in answer["data"]:
+        head = text["heads"]["topics"]
+        chances = dict(zip(head["labels"], head["probs"], strict=True))
+        wanted = {label for label, chance in chances.items() if chance > thresholds[label]}
+        assert set(head["predicted"]) == wanted
+        assert "predicted" not in text["heads"]["tone"]
+        assert "predicted" not in text  # the first head is single-label
