@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from services.api import errors
 from services.api.body import BodyLimit
 from services.api.deps import Parts
+from services.api.direct import DirectRoute, Shortcut
 from services.api.openapi import describe
 from services.api.routes import (
     classify,
@@ -55,6 +56,8 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
     describe(app, models=[errors.Problem, datasets.DatasetForm])
     parts.metrics.registry.register(InfoCollector(parts.predictor))
     parts.metrics.registry.register(PlanErrorCollector(parts.store.plan_errors))
+    direct = [*predict.router.routes, *classify.router.routes]
+    app.add_middleware(Shortcut, routes=[r for r in direct if isinstance(r, DirectRoute)])
     app.add_middleware(BodyLimit, settings=parts.settings)
     app.add_middleware(Observe, metrics=parts.metrics)  # the outermost: it sees every answer
     return app

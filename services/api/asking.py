@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+import json
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from services.api.deps import Parts, Student
 from services.api.errors import FieldError, ProblemError, invalid
@@ -19,6 +20,8 @@ from services.api.serving.prediction import Prediction
 from services.shared.jobs.model_rows import DEFAULT_ALIAS
 
 T = TypeVar("T")
+
+WATCH_AFTER_SECONDS = 0.05  # how late an answer must be before its client's connection is watched
 
 ANSWER_HEADERS = {
     "X-Model-Version": {"schema": {"type": "string"}, "description": "The model that answered."},
@@ -64,23 +67,48 @@ async def ask(
     return predictions
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for `work`, and drop it when its client has gone: others wait for the same lanes."""
-    answer = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnection(request))
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Wait for `work`, and drop it when its client has gone: others wait for the same lanes.
+
+    Nobody looks at the connection before the answer is late; most are there sooner, and a second
+    task for each of them would cost more than the rest of the route.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "a request is answered in a task"
+    watch = _Watch(request, task)
+    late = loop.call_later(WATCH_AFTER_SECONDS, watch.begin)
     try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ClientDisconnect
-        return answer.result()
+        return await work
+    except asyncio.CancelledError:
+        if not watch.has_left:
+            raise  # the server stops
+        raise ClientDisconnect from None
     finally:
-        answer.cancel()
-        gone.cancel()
+        late.cancel()
+        watch.end()
 
 
-async def _disconnection(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+class _Watch:
+    """Cancels a task once the client of its request has left."""
+
+    def __init__(self, request: Request, task: asyncio.Task[Any]) -> None:
+        self._request = request
+        self._task = task
+        self._watching: asyncio.Task[None] | None = None
+        self.has_left = False
+
+    def begin(self) -> None:
+        self._watching = asyncio.ensure_future(self._watch())
+
+    def end(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = True
+        self._task.cancel()
 
 
 def _refused(error: TextTooLong | UnusableText, *, field: str) -> ProblemError:
@@ -116,7 +144,7 @@ def usage_of(predictions: Sequence[Prediction]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def answer_with(content: Any, predictions: Sequence[Prediction]) -> JSONResponse:
+def answer_with(content: Any, predictions: Sequence[Prediction]) -> Response:
     """Return the answer with the model's version and the slowest text's stages in its headers."""
     slowest = [max(p.timing[stage] for p in predictions) for stage in range(3)]
     stages = zip(("tokenise", "queue", "compute"), slowest, strict=True)
@@ -124,4 +152,8 @@ def answer_with(content: Any, predictions: Sequence[Prediction]) -> JSONResponse
         "X-Model-Version": predictions[0].version,
         "Server-Timing": ", ".join(f"{name};dur={1000 * s:.2f}" for name, s in stages),
     }
-    return JSONResponse(content, headers=headers)
+    return Response(_encode(content), headers=headers, media_type="application/json")
+
+
+# As starlette's JSONResponse, which makes an encoder anew for every answer.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

@@ -39,12 +39,18 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         limit = self._limits.get(scope["path"], self._otherwise)
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > limit:
+        if _announced(scope) > limit:
             problem = as_problem(_too_large(limit))
             await problem_response(problem, path=scope["path"])(scope, receive, send)
             return
         await self._app(scope, _counted(receive, limit), send)
+
+
+def _announced(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value) if value.isdigit() else 0
+    return 0
 
 
 def _counted(receive: Receive, limit: int) -> Receive:
@@ -80,8 +86,13 @@ async def screen_json(request: Request) -> None:
         return
     if not await request.body():
         return
+    screen(await request.json())
+
+
+def screen(value: Any) -> None:
+    """Refuse what `screen_json` tells of, in a value that JSON was read into. Raises ProblemError."""
     faults: list[FieldError] = []
-    for field, message in _faults(await request.json(), path=()):
+    for field, message in _faults(value, path=()):
         faults.append(FieldError(field=".".join(field) or "body", message=message))
         if len(faults) == MOST_FIELD_ERRORS:
             break

@@ -126,6 +126,17 @@ class ProblemError(Exception):
             self.extensions["errors"] = [error.model_dump() for error in errors]
 
 
+KNOWN: tuple[type[Exception], ...] = (
+    ProblemError,
+    StillhouseError,
+    PredictionError,
+    memory.InvalidInput,
+    DatasetRejected,
+    RequestValidationError,
+    HTTPException,
+)
+
+
 def invalid(field: str, message: str) -> ProblemError:
     """Return the problem of one wrong field."""
     return ProblemError(
@@ -154,19 +165,12 @@ def problem_response(problem: ProblemError, *, path: str) -> Response:
 
 def install(app: FastAPI) -> None:
     """Answer every exception that the app knows with a problem document."""
-    for kind in (
-        ProblemError,
-        StillhouseError,
-        PredictionError,
-        memory.InvalidInput,
-        DatasetRejected,
-        RequestValidationError,
-        HTTPException,
-    ):
-        app.add_exception_handler(kind, _answer)
+    for kind in KNOWN:
+        app.add_exception_handler(kind, answer_problem)
 
 
-async def _answer(request: Request, error: Exception) -> Response:
+async def answer_problem(request: Request, error: Exception) -> Response:
+    """Return the document for an exception of the kinds in KNOWN."""
     problem = as_problem(error)
     if problem.slug == "method-not-allowed":
         problem.headers["Allow"] = ", ".join(_allowed(request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import structlog
@@ -54,6 +55,14 @@ class Metrics:
             "Time from a request's arrival to the last byte of its answer.",
             ["method", "route"],
             registry=self.registry,
+        )
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - lives as long as the application
+    def of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+        """Return the counter and the histogram of such requests; looking labels up costs more."""
+        return (
+            self.requests.labels(method, route, str(status)),
+            self.durations.labels(method, route),
         )
 
     def exposition(self) -> bytes:
@@ -170,5 +179,6 @@ class Observe:
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         route = getattr(scope.get("route"), "path", "unmatched")
-        self._metrics.requests.labels(method, route, str(status)).inc()
-        self._metrics.durations.labels(method, route).observe(seconds)
+        counter, histogram = self._metrics.of(method, route, status)
+        counter.inc()
+        histogram.observe(seconds)

@@ -6,22 +6,22 @@ import secrets
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from services.api.asking import ANSWER_HEADERS, Usage, active_student, answer_with, ask, usage_of
-from services.api.body import screen_json
 from services.api.deps import Alias, PartsDep
+from services.api.direct import PREDICT_KEY, DirectRoute
 from services.api.errors import ProblemError
-from services.api.keys import Scope, requires
 from services.api.openapi import problems
 from services.api.serving.prediction import Prediction, Score
 from services.shared.jobs.model_rows import DEFAULT_ALIAS
 
 router = APIRouter(
     tags=["predict"],
-    dependencies=[Depends(requires(Scope.PREDICT)), Depends(screen_json)],
+    route_class=DirectRoute,
+    dependencies=[PREDICT_KEY],
     responses=problems(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
 
@@ -85,7 +85,7 @@ class ClassifyAnswer(BaseModel):
 )
 async def classify(
     body: ClassifyRequest, request: Request, parts: PartsDep, alias: Alias = DEFAULT_ALIAS
-) -> JSONResponse:
+) -> Response:
     student = await active_student(parts, alias)
     if body.model not in (None, alias, student.name, student.version):
         raise ProblemError("not-found", f"The model {body.model!r} does not serve here now.")

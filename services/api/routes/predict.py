@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from services.api.asking import ANSWER_HEADERS, Usage, answer_with, ask, chosen, usage_of
-from services.api.body import screen_json
 from services.api.deps import Alias, PartsDep
-from services.api.keys import Scope, requires
+from services.api.direct import PREDICT_KEY, DirectRoute
 from services.api.openapi import problems
 from services.api.serving.prediction import Prediction, Score
 from services.shared.jobs.model_rows import DEFAULT_ALIAS
 
 router = APIRouter(
     tags=["predict"],
-    dependencies=[Depends(requires(Scope.PREDICT)), Depends(screen_json)],
+    route_class=DirectRoute,
+    dependencies=[PREDICT_KEY],
     responses=problems(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
 
@@ -110,7 +110,7 @@ PredictAnswer = Ranked | dict[str, Ranked] | list[Ranked] | list[dict[str, Ranke
 )
 async def predict(
     body: PredictRequest, request: Request, parts: PartsDep, alias: Alias = DEFAULT_ALIAS
-) -> JSONResponse:
+) -> Response:
     texts = _texts(body.inputs)
     predictions = await ask(
         texts,
