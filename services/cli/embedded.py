@@ -7,76 +7,24 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from services.cli.parts import Backend, Part, Say, Service, project_dir
 from services.cli.servers import StartFailed, log_tail, start_postgres, start_valkey
 from services.shared.launch.processes import start_process, stop_process
 
 _START_SECONDS = 120.0  # the API loads torch: 3 to 8 s, much longer from a cold or shared disk
-_FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0
-_HEALTHY_SECONDS = 60.0  # a part that lived so long starts its back-off anew
 _API_STOP_SECONDS = 15.0
 # Ranks save before they leave; Ctrl-C should not take minutes on a laptop.
 _STOP_GRACE_SECONDS = 30.0
 _TERMINATE_SECONDS = 45.0  # torchrun's own 30 s after SIGTERM, and a margin
-
-Say = Callable[[str], None]
-
-
-@dataclass
-class Service:
-    """One of our own processes: started again when it ends by itself."""
-
-    name: str
-    module: str
-    env: dict[str, str]
-    log: Path
-    stop_seconds: float
-    is_ready: Callable[[], bool]
-    process: subprocess.Popen[bytes] | None = None
-    started_at: float = 0.0
-    pause: float = _FIRST_PAUSE
-    start_at: float | None = None  # when to start it again; None while it runs
-
-    def start(self) -> None:
-        """Start the process; it dies with us."""
-        command = [sys.executable, "-m", self.module]
-        self.process = start_process(command, log=self.log, env=self.env, cwd=_project_dir())
-        self.started_at = time.monotonic()
-        self.start_at = None
-
-    def stop(self) -> None:
-        """Stop the process in good order, with everything below it."""
-        if self.process is not None:
-            stop_process(self.process, grace_seconds=self.stop_seconds)
-
-    def look_after(self, say: Say) -> None:
-        """Report an end, and start again after a pause that grows with each early one."""
-        if self.process is None or (self.start_at is None and self.process.poll() is None):
-            return
-        now = time.monotonic()
-        if self.start_at is None:
-            lived = now - self.started_at
-            self.pause = _FIRST_PAUSE if lived > _HEALTHY_SECONDS else self.pause * 2
-            self.pause = min(self.pause, _LONGEST_PAUSE)
-            self.start_at = now + self.pause
-            say(
-                f"{self.name} ended with code {self.process.returncode}; it starts again in "
-                f"{self.pause:.0f} s. Its last words ({self.log}):\n{log_tail(self.log)}"
-            )
-        elif now >= self.start_at:
-            self.start()
-            say(f"{self.name} runs again (pid {self.process.pid})")
 
 
 @dataclass
@@ -85,21 +33,20 @@ class Platform:
 
     url: str
     data_dir: Path
-    pids: dict[str, int]
-    services: list[Service]
-    servers: dict[str, subprocess.Popen[bytes]]
+    parts: list[Part]
     stops: ExitStack = field(repr=False)
 
-    def look_after(self, say: Say) -> None:
-        """Start services that have ended again; raises StartFailed when a server has died."""
-        for name, process in self.servers.items():
-            if process.poll() is not None:
-                raise StartFailed(
-                    f"{name} ended with code {process.returncode}, and nothing works without it:\n"
-                    + log_tail(self.data_dir / "logs" / f"{name}.log")
-                )
-        for service in self.services:
-            service.look_after(say)
+    @property
+    def pids(self) -> dict[str, int]:
+        """The parts' process ids now; a part that was started again has a new one."""
+        return {part.name: part.process.pid for part in self.parts if part.process}
+
+    def look_after(self, say: Say) -> bool:
+        """Start parts that have ended again; return whether one runs under a new pid."""
+        before = self.pids
+        for part in self.parts:
+            part.look_after(say)
+        return self.pids != before
 
     def stop(self) -> None:
         self.stops.close()
@@ -121,12 +68,12 @@ def start_platform(data_dir: Path, *, port: int, models: list[Path], say: Say) -
         roots = [_model_root(path) for path in models]
         port = _free_port(port)
         url = f"http://127.0.0.1:{port}"
-        postgres = start_postgres(data_dir)
-        stops.callback(postgres.stop)
-        say(f"postgres   ready  pid {postgres.process.pid}")
-        valkey = start_valkey(data_dir)
-        stops.callback(valkey.stop)
-        say(f"valkey     ready  pid {valkey.process.pid}")
+        postgres, valkey = _backends(data_dir)
+        for backend in (postgres, valkey):
+            backend.start()
+            stops.callback(backend.stop)
+            assert backend.process is not None
+            say(f"{backend.name:<10} ready  pid {backend.process.pid}")
         env = dict(os.environ)
         env.setdefault("STILLHOUSE_STOP_GRACE_SECONDS", str(_STOP_GRACE_SECONDS))
         env.update(
@@ -148,17 +95,17 @@ def start_platform(data_dir: Path, *, port: int, models: list[Path], say: Say) -
             _until_ready(service)
             assert service.process is not None
             say(f"{service.name:<10} ready  pid {service.process.pid}")
-        started = {service.name: service.process for service in services}
-        servers = {"postgres": postgres.process, "valkey": valkey.process}
-        pids = {name: process.pid for name, process in (servers | started).items() if process}
-        return Platform(
-            url=url,
-            data_dir=data_dir,
-            pids=pids,
-            services=services,
-            servers=servers,
-            stops=stops.pop_all(),
-        )
+        parts = [postgres, valkey, *services]
+        return Platform(url=url, data_dir=data_dir, parts=parts, stops=stops.pop_all())
+
+
+def _backends(data_dir: Path) -> tuple[Backend, Backend]:
+    logs = data_dir / "logs"
+    postgres = Backend(
+        name="postgres", log=logs / "postgres.log", open=lambda: start_postgres(data_dir)
+    )
+    valkey = Backend(name="valkey", log=logs / "valkey.log", open=lambda: start_valkey(data_dir))
+    return postgres, valkey
 
 
 def _services(env: dict[str, str], *, data_dir: Path, url: str) -> list[Service]:
@@ -242,7 +189,7 @@ def _free_port(port: int) -> int:
 
 def _migrate(env: dict[str, str], log: Path) -> None:
     command = [sys.executable, "-m", "services.shared.jobs.migrations"]
-    migration = start_process(command, log=log, env=env, cwd=_project_dir())
+    migration = start_process(command, log=log, env=env, cwd=project_dir())
     try:
         code = migration.wait(_START_SECONDS)
     finally:
@@ -268,8 +215,3 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _project_dir() -> Path:
-    """Return the directory from which `services` imports, for a checkout that is not installed."""
-    return Path(__file__).resolve().parents[2]

@@ -58,7 +58,8 @@ def up(
         say(f"Stillhouse is ready at {platform.url} (docs: {platform.url}/docs). Ctrl-C stops it.")
         while True:
             time.sleep(_LOOK_SECONDS)
-            platform.look_after(say)
+            if platform.look_after(say):
+                _announce(platform, ready_file, as_json=False)
     except StartFailed as error:
         say(f"up: {error}")
         raise typer.Exit(1) from error

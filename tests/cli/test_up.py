@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from services.cli.embedded import Platform, Service
-from services.cli.servers import StartFailed
+from services.cli.parts import Backend, Service
+from services.cli.servers import Server, StartFailed
 from services.shared.launch.processes import is_alive
 
 PARTS = {"postgres", "valkey", "trainer", "distiller", "api"}
@@ -168,6 +167,16 @@ def test_a_worker_that_dies_is_reported_and_started_again(up: Up) -> None:
     assert "trainer ended with code -9" in up.log.read_text()
 
 
+def test_postgres_and_valkey_are_started_again_and_what_was_stored_is_there(up: Up) -> None:
+    before = httpx.get(f"{up.url}/datasets").json()
+    for name in ("postgres", "valkey"):
+        os.kill(up.ready["pids"][name], signal.SIGKILL)
+    for name in ("postgres", "valkey"):
+        assert _until(lambda name=name: f"{name} runs again" in up.log.read_text())
+    assert _until(lambda: httpx.get(f"{up.url}/readyz").status_code == 200)
+    assert httpx.get(f"{up.url}/datasets").json() == before
+
+
 def test_sigterm_stops_everything_in_order_and_leaves_no_process(up: Up) -> None:
     members = up.family()
     _stop(up, signal.SIGTERM)
@@ -198,21 +207,26 @@ def test_a_models_directory_that_does_not_exist_is_named(tmp_path: Path) -> None
     assert f"--models {tmp_path / 'nowhere'} is not a directory" in said
 
 
-def test_a_server_that_dies_ends_the_platform_with_its_last_words(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "postgres.log").write_text("PANIC: could not write\n")
+def test_a_server_that_does_not_come_up_is_tried_again_with_its_last_words(tmp_path: Path) -> None:
+    def refuse() -> Server:
+        raise StartFailed("PANIC: could not write")
+
     dead = subprocess.Popen(["false"])
     dead.wait()
-    platform = Platform(
-        url="",
-        data_dir=tmp_path,
-        pids={},
-        services=[],
-        servers={"postgres": dead},
-        stops=ExitStack(),
+    part = Backend(
+        name="postgres",
+        log=tmp_path / "log",
+        open=refuse,
+        process=dead,
+        started_at=time.monotonic(),
     )
-    with pytest.raises(StartFailed, match=r"postgres ended with code 1(.|\n)*PANIC"):
-        platform.look_after(lambda line: None)
+    said: list[str] = []
+    part.look_after(said.append)
+    part.start_at = 0.0
+    part.look_after(said.append)
+    assert "postgres ended with code 1" in said[0]
+    assert "PANIC: could not write" in said[1]
+    assert part.pause == 4
 
 
 def test_a_service_that_keeps_dying_waits_longer_each_time(tmp_path: Path) -> None:
