@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import psutil
 
 from services.api.serving.promoted import StudentRefused
+from services.api.serving.settings import ServingDtype, ServingSettings
 
-# Weights are laid out layer by layer: a swap of a 477 MiB bf16 student raised resident memory by 0.93
-# of its size at the peak. Served in float32 from bf16 files it is twice that: the reserve covers it.
-PEAK_OVER_ARTIFACT = 1.5
+# Anonymous memory at the peak of loading, over the size of the weights in the type they serve in:
+# 0.90 in bfloat16, 1.15 in float32 from bfloat16 files (Qwen3-0.6B shape, torch 2.13, Linux).
+PEAK_OVER_SERVED = 1.25
 
 _CGROUP = Path("/sys/fs/cgroup")
+_CPUINFO = Path("/proc/cpuinfo")
+_LONGEST_HEADER = 100 * 1024**2  # what the safetensors format allows
 
 
-def check_memory(directory: Path, *, reserve_bytes: int) -> None:
-    """Raise StudentRefused (transient) where loading `directory` might exhaust the host's memory."""
-    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    needed = int(weights * PEAK_OVER_ARTIFACT) + reserve_bytes
-    available = available_bytes()
+def check_memory(
+    directory: Path, settings: ServingSettings, *, available: int | None = None
+) -> None:
+    """Raise StudentRefused (transient) where loading `directory` might exhaust the host's memory.
+
+    `available` bytes are those of the machine if left out.
+    """
+    served = served_bytes(directory, bytes_per_weight=bytes_per_weight(settings))
+    needed = int(served * PEAK_OVER_SERVED) + settings.memory_reserve_bytes
+    if available is None:
+        available = available_bytes()
     if needed > available:
         raise StudentRefused(
-            f"Loading needs about {needed >> 20} MiB (the weights, {weights >> 20} MiB, "
-            f"{PEAK_OVER_ARTIFACT} times, and {reserve_bytes >> 20} MiB in reserve); "
+            f"Loading needs about {needed >> 20} MiB (the weights as they serve, {served >> 20} MiB, "
+            f"{PEAK_OVER_SERVED} times, and {settings.memory_reserve_bytes >> 20} MiB in reserve); "
             f"{available >> 20} MiB are available.",
             transient=True,
         )
+
+
+def served_bytes(directory: Path, *, bytes_per_weight: int) -> int:
+    """Return the size of an artifact's weights in the type they serve in; 0 without weights."""
+    weights = sum(map(_count_weights, directory.glob("*.safetensors")))
+    return weights * bytes_per_weight
+
+
+def bytes_per_weight(settings: ServingSettings) -> int:
+    """Return 2 for students that serve in bfloat16 and 4 for float32.
+
+    An accelerator under `auto` counts as the processor: without torch nobody knows that it is there.
+    """
+    if settings.dtype is ServingDtype.AUTO:
+        return 2 if settings.device.startswith("cuda") or processor_has_bf16() else 4
+    return 2 if settings.dtype is ServingDtype.BFLOAT16 else 4
+
+
+def processor_has_bf16(cpuinfo: Path = _CPUINFO) -> bool:
+    """Say whether the processor has AVX512_BF16 or AMX; without them bf16 is slower than float32."""
+    if not cpuinfo.exists():
+        return False
+    flags = cpuinfo.read_text()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
@@ -35,7 +70,26 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
     limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
     if limit is None or used is None:
         return available
-    return min(available, max(0, limit - used))
+    # The kernel takes cached files back before it kills anybody.
+    return min(available, max(0, limit - used + _cached_files(cgroup / "memory.stat")))
+
+
+def _count_weights(file: Path) -> int:
+    """Count the numbers in a safetensors file by its header: 8 bytes of length, then JSON."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"{file} is no safetensors file: its header has {length} bytes")
+        header = json.loads(stream.read(length))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name[:2] != "__")
+
+
+def _cached_files(stat: Path) -> int:
+    try:
+        lines = stat.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def _read(path: Path) -> int | None:

@@ -6,11 +6,11 @@ import hashlib
 import json
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import structlog
 import torch
 
+from services.api.serving.admission import processor_has_bf16
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.engine import Engine, warm_up
 from services.api.serving.gate import prepared_weights, read_prepared
@@ -206,12 +206,3 @@ def choose_dtype(choice: ServingDtype, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     return torch.bfloat16 if processor_has_bf16() else torch.float32
-
-
-def processor_has_bf16() -> bool:
-    """Say whether the processor has AVX512_BF16 or AMX; without them bf16 is slower than float32."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return False
-    flags = cpuinfo.read_text()
-    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -91,7 +91,7 @@ class Predictor:
         self._preparer.consider(promoted)
 
     def _load(self, promoted: Promoted) -> ActiveStudent:
-        check_memory(promoted.directory, reserve_bytes=self.settings.memory_reserve_bytes)
+        check_memory(promoted.directory, self.settings)
         loading = importlib.import_module(ENGINES)
         active = [self.slot.active(alias) for alias in self.slot.aliases()]
         student: ActiveStudent = loading.load_student(
