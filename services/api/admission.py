@@ -10,10 +10,10 @@ from typing import Any
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.places import resolve_model
-from services.shared.jobs.planning import JobPlan
+from services.shared.jobs.planning import JobPlan, Unplanned
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 
-Plan = Callable[[TeacherSpec | DistillSpec, TeacherSpec | None], JobPlan | None]
+Plan = Callable[[TeacherSpec | DistillSpec, TeacherSpec | None], JobPlan | Unplanned]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Admitted:
 
     plan: dict[str, Any] | None
     recipe: Recipe | None  # the one chosen where the spec says `auto`
+    unplanned: Unplanned | None = None  # why there is no plan
 
 
 class Admitter:
@@ -41,8 +42,8 @@ class Admitter:
         for field, path in _paths(spec).items():
             model_directory(path, settings=self._settings, field=field)
         planned = self._plan(spec, teacher)
-        if planned is None:
-            return Admitted(plan=None, recipe=None)
+        if isinstance(planned, Unplanned):
+            return Admitted(plan=None, recipe=None, unplanned=planned)
         return Admitted(plan=planned.plan, recipe=planned.recipe)
 
 

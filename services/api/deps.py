@@ -17,6 +17,7 @@ from services.api.telemetry import Metrics
 from services.api.uploading import UploadGate
 from services.shared.datasets.card import Head
 from services.shared.jobs.errors import NotFound
+from services.shared.jobs.planning import Unplanned
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.store import Store
 from services.shared.jobs.views import Kind
@@ -55,6 +56,11 @@ class Admission(Protocol):
     @property
     def recipe(self) -> Recipe | None:
         """The one chosen where the spec says `auto`."""
+        ...
+
+    @property
+    def unplanned(self) -> Unplanned | None:
+        """Why there is no plan, where there is none."""
         ...
 
 

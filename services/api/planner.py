@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import structlog
+from pydantic import BaseModel
 
 from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.errors import Conflict, InvalidInput, NotFound
 from services.shared.jobs.places import resolve_model
-from services.shared.jobs.planning import JobPlan, engine_of, machine_of, plan_job, shape_of
+from services.shared.jobs.planning import (
+    JobPlan,
+    Unplanned,
+    engine_of,
+    machine_of,
+    plan_job,
+    shape_of,
+)
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, ModelSource, TeacherSpec
 from services.shared.jobs.store import Store
@@ -29,26 +37,29 @@ class Planner:
 
     def __call__(
         self, spec: TeacherSpec | DistillSpec, chained: TeacherSpec | None = None
-    ) -> JobPlan | None:
-        """Return the plan, or None for a model whose activations nobody has worked out.
+    ) -> JobPlan | Unplanned:
+        """Return the plan; Unplanned for a model whose activations nobody has worked out.
 
         `chained` is the teacher of a distillation whose teacher job is not stored yet. Raises
         DoesNotFit with the plan, and InvalidInput naming the field.
         """
         classes = self._classes(spec)
+        teacher, source, part = None, _source(spec), "model"
         try:
-            if isinstance(spec, TeacherSpec):
-                teacher, model = None, self._model(spec.model, None, classes, field="model")
-            else:
+            if isinstance(spec, DistillSpec):
+                part = "teacher"
                 teacher = self._teacher(spec, chained, classes)
-                model = self._model(spec.student, teacher, classes, field="student")
-            for shape in (model, teacher):
-                if shape is not None:
-                    check_planned(shape.dims)
+                check_planned(teacher.dims)
+                part = "student"
+            model = self._model(source, teacher, classes, field=part)
+            check_planned(model.dims)
         except memory_errors.InvalidInput as error:
             # An architecture that the plan does not know may still train; nobody can say how large.
-            log.info("job_not_planned", why=str(error))
-            return None
+            log.info("job_not_planned", part=part, why=str(error))
+            named: BaseModel = source
+            if isinstance(spec, DistillSpec) and part == "teacher":
+                named = spec.teacher if chained is None else chained.model
+            return Unplanned(_given(named, part), str(error))
         try:
             return plan_job(
                 spec,
@@ -126,6 +137,16 @@ class Planner:
 
     def _below_roots(self, path: str, *, field: str) -> Path:
         return resolve_model(path, roots=self._settings.model_roots, field=field)
+
+
+def _source(spec: TeacherSpec | DistillSpec) -> ModelSource:
+    return spec.model if isinstance(spec, TeacherSpec) else spec.student
+
+
+def _given(source: BaseModel, part: str) -> str:
+    """Return where a spec says which model it means, `student.config` for example."""
+    given = source.model_dump(exclude_none=True, exclude={"tokenizer"})
+    return f"{part}.{next(iter(given))}"
 
 
 def _spec_field(field: str) -> str:

@@ -95,6 +95,7 @@ class FakePredictor:
 class FakeAdmission:
     plan: dict[str, Any] | None
     recipe: Recipe | None
+    unplanned: None = None
 
 
 @dataclass

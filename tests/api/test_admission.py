@@ -10,7 +10,10 @@ import pytest
 from services.api.admission import Admitter
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.planning import Unplanned
 from services.shared.jobs.spec import job_spec
+
+UNKNOWN = Unplanned("model.path", "unknown architecture")
 
 
 def make_model(directory: Path, *files: str) -> Path:
@@ -33,7 +36,7 @@ def admit(roots: Path) -> Admitter:
         ApiSettings(
             database_url="x", broker_url="x", data_dir=roots.parent / "data", model_roots=[roots]
         ),
-        plan=lambda spec, teacher: None,
+        plan=lambda spec, teacher: UNKNOWN,
     )
 
 
@@ -102,4 +105,4 @@ def test_the_wrong_one_of_two_paths_is_named(admit: Admitter) -> None:
 def test_without_any_root_no_path_is_admitted(tmp_path: Path) -> None:
     settings = ApiSettings(database_url="x", broker_url="x", data_dir=tmp_path)
     with pytest.raises(InvalidInput, match="STILLHOUSE_MODEL_ROOTS"):
-        Admitter(settings, plan=lambda spec, teacher: None)(teacher("/"))
+        Admitter(settings, plan=lambda spec, teacher: UNKNOWN)(teacher("/"))

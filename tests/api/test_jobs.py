@@ -177,6 +177,7 @@ def test_a_retry_needs_no_body(desk: Any) -> None:
         ({"changes": {"optimizer": "magic"}}, "changes.optimizer"),
         ({"training": {"epochs": -1}}, "training.epochs"),
         ({"training": {"epochs": None}}, "training.epochs"),
+        ({"training": {"batch_size": True}}, "training.batch_size"),
     ],
 )
 def test_a_wrong_change_is_named(desk: Any, changes: dict[str, Any], named: str) -> None:

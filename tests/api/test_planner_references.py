@@ -51,3 +51,40 @@ def test_an_id_that_is_none_is_named_and_leads_nowhere(
         response = client.post(path, json=body)
         assert response.status_code == 422
         assert [error["field"] for error in response.json()["errors"]] == [field]
+
+
+UNKNOWN = {"config": {"model_type": "unheard_of"}, "tokenizer": {"train": True}}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "field"),
+    [
+        (UNKNOWN, {"config": CONFIG, "tokenizer": "teacher"}, "teacher.job_id"),
+        (
+            {"config": CONFIG, "tokenizer": {"train": True}},
+            {"config": {"model_type": "unheard_of"}, "tokenizer": "teacher"},
+            "student.config",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_named(
+    client: Any, desk: Any, teacher: dict[str, Any], student: dict[str, Any], field: str
+) -> None:
+    job = client.post("/jobs", json=desk.spec(model=teacher))
+    assert job.status_code == 202  # it may train all the same
+    body = {**desk.distill(job_id=job.json()["id"]), "student": student}
+    response = client.post("/jobs/plan", json=body)
+    assert response.status_code == 422
+    [error] = response.json()["errors"]
+    assert error["field"] == field
+    assert "unheard_of" in error["message"]
+
+
+def test_a_chain_names_the_part_and_its_model(client: Any, desk: Any) -> None:
+    chain = {
+        "kind": "chain",
+        "teacher": {"dataset_id": desk.dataset_id, "model": UNKNOWN},
+        "distill": {"student": {"config": CONFIG, "tokenizer": "teacher"}},
+    }
+    response = client.post("/jobs/plan", json=chain)
+    assert [error["field"] for error in response.json()["errors"]] == ["teacher.model.config"]

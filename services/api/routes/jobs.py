@@ -117,6 +117,8 @@ def _optional(model: type[BaseModel]) -> Any:
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         kind: Any = field.annotation
+        for rule in field.metadata:  # bounds, and what is taken for a number
+            kind = Annotated[kind, rule]
         fields[name] = (kind | None, Field(None, description=field.description))
     return create_model(f"{model.__name__}Changes", __config__=ConfigDict(extra="forbid"), **fields)
 

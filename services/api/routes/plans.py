@@ -41,11 +41,11 @@ def _plan(
     spec: TeacherSpec | DistillSpec, parts: Parts, *, teacher: TeacherSpec | None = None
 ) -> dict[str, Any]:
     try:
-        plan = parts.admit(spec, teacher=teacher).plan
+        admitted = parts.admit(spec, teacher=teacher)
     except DoesNotFit as refusal:
         return refusal.plan
-    if plan is None:
-        raise InvalidInput(
-            "There is nothing to plan with: the shape of the model is not known before its job runs."
-        )
-    return plan
+    if admitted.plan is None:
+        why = admitted.unplanned
+        assert why is not None
+        raise InvalidInput(f"{why.field}: nothing can be planned: {why.why}", field=why.field)
+    return admitted.plan

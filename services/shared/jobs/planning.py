@@ -46,6 +46,14 @@ class JobPlan:
     recipe: Recipe
 
 
+@dataclass(frozen=True)
+class Unplanned:
+    """A job that may train all the same, but nobody can say how large it is."""
+
+    field: str  # of the spec: the model whose shape or activations are not known
+    why: str
+
+
 def plan_job(
     spec: TeacherSpec | DistillSpec,
     *,

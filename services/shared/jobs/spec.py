@@ -11,7 +11,25 @@ import re
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
+    return value
+
+
+# pydantic takes true for 1. After the bounds, which its schema would not show otherwise.
+NUMBER = BeforeValidator(_no_bool)
 
 
 class _Spec(BaseModel):
@@ -31,7 +49,7 @@ class TrainedTokenizer(_Spec):
     """Asks for a byte-level BPE tokenizer trained on the training split."""
 
     train: Literal[True] = True
-    vocab_size: Annotated[int, Field(ge=300, le=256_000)] = 8_000
+    vocab_size: Annotated[int, Field(ge=300, le=256_000), NUMBER] = 8_000
 
 
 class ModelSource(_Spec):
@@ -49,7 +67,7 @@ class ModelSource(_Spec):
     config: dict[str, Any] | None = Field(
         None, description="A transformers config (with `model_type`): random weights from the seed."
     )
-    layers_of_teacher: Annotated[int, Field(ge=2, le=64)] | None = Field(
+    layers_of_teacher: Annotated[int, Field(ge=2, le=64), NUMBER] | None = Field(
         None,
         description="Students only: start from every k-th layer of the teacher (depth pruning).",
     )
@@ -110,7 +128,7 @@ class Recipe(_Spec):
     activation_checkpointing: bool = True
     attention: Literal["sdpa", "eager"] = "sdpa"
     offload: Literal["none", "optimizer", "all"] = "none"
-    micro_batch_tokens: Annotated[int, Field(ge=16, le=4_194_304)] | None = Field(
+    micro_batch_tokens: Annotated[int, Field(ge=16, le=4_194_304), NUMBER] | None = Field(
         None, description="Lower than `training.micro_batch_tokens` where memory asks for it."
     )
 
@@ -128,28 +146,28 @@ class Schedule(str, Enum):
 class Training(_Spec):
     """The loop: how long, how fast, how large the steps, when to stop."""
 
-    epochs: Annotated[float, Field(gt=0, le=1000)] = 3
-    max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    learning_rate: Annotated[float, Field(gt=0, le=1)] = 2e-5
+    epochs: Annotated[float, Field(gt=0, le=1000), NUMBER] = 3
+    max_steps: Annotated[int, Field(ge=1, le=10_000_000), NUMBER] | None = None
+    learning_rate: Annotated[float, Field(gt=0, le=1), NUMBER] = 2e-5
     schedule: Schedule = Schedule.COSINE
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.01
-    max_grad_norm: Annotated[float, Field(gt=0, le=1000)] | None = 1.0
-    batch_size: Annotated[int, Field(ge=1, le=65_536)] = Field(
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.05
+    weight_decay: Annotated[float, Field(ge=0, le=1), NUMBER] = 0.01
+    max_grad_norm: Annotated[float, Field(gt=0, le=1000), NUMBER] | None = 1.0
+    batch_size: Annotated[int, Field(ge=1, le=65_536), NUMBER] = Field(
         32, description="Texts per optimizer step over all ranks, whatever their number."
     )
-    micro_batch_tokens: Annotated[int, Field(ge=16, le=4_194_304)] = Field(
+    micro_batch_tokens: Annotated[int, Field(ge=16, le=4_194_304), NUMBER] = Field(
         4_096, description="Most padded tokens one rank holds in one forward pass."
     )
-    max_length: Annotated[int, Field(ge=8, le=131_072)] = Field(
+    max_length: Annotated[int, Field(ge=8, le=131_072), NUMBER] = Field(
         256, description="Tokens per text; longer texts are truncated and counted."
     )
     class_weights: Literal["none", "balanced"] = "none"
-    eval_every_epochs: Annotated[float, Field(gt=0, le=1000)] = 1
-    early_stopping_patience: Annotated[int, Field(ge=1, le=1000)] | None = None
-    checkpoint_every_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 500
-    keep_checkpoints: Annotated[int, Field(ge=1, le=100)] = 2
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    eval_every_epochs: Annotated[float, Field(gt=0, le=1000), NUMBER] = 1
+    early_stopping_patience: Annotated[int, Field(ge=1, le=1000), NUMBER] | None = None
+    checkpoint_every_steps: Annotated[int, Field(ge=1, le=1_000_000), NUMBER] = 500
+    keep_checkpoints: Annotated[int, Field(ge=1, le=100), NUMBER] = 2
+    seed: Annotated[int, Field(ge=0, lt=2**31), NUMBER] = 0
 
 
 _SIZE = re.compile(r"^\d+(\.\d+)?\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)$")
@@ -158,11 +176,11 @@ _SIZE = re.compile(r"^\d+(\.\d+)?\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)$")
 class Resources(_Spec):
     """The machine the job is planned for and launched on."""
 
-    ranks: Annotated[int, Field(ge=1, le=1024)] = 2
+    ranks: Annotated[int, Field(ge=1, le=1024), NUMBER] = 2
     device: str = Field(
         "cpu", description="A kind known to `stillhouse plan --device`, for example k100_ai."
     )
-    visible_devices: list[Annotated[int, Field(ge=0, le=1023)]] | None = Field(
+    visible_devices: list[Annotated[int, Field(ge=0, le=1023), NUMBER]] | None = Field(
         None, description="Physical device numbers to use, for example [1,2,3,4,5,6,7]."
     )
     device_memory: str | None = Field(None, description="For example 65520MiB; units are honoured.")
@@ -188,8 +206,8 @@ class _Job(_Spec):
         False, description="Start although the plan says that it does not fit."
     )
     on_out_of_memory: Literal["fail", "retry"] = "fail"
-    max_attempts: Annotated[int, Field(ge=1, le=10)] = 3
-    timeout_seconds: Annotated[int, Field(ge=1, le=30 * 24 * 3600)] = 7 * 24 * 3600
+    max_attempts: Annotated[int, Field(ge=1, le=10), NUMBER] = 3
+    timeout_seconds: Annotated[int, Field(ge=1, le=30 * 24 * 3600), NUMBER] = 7 * 24 * 3600
 
     @model_validator(mode="after")
     def _enough_devices(self) -> _Job:
@@ -253,15 +271,15 @@ class Distillation(_Spec):
     """What the student learns from, and how much of each."""
 
     divergence: Divergence = Divergence.FORWARD_KL
-    temperature: Annotated[float, Field(gt=0, le=100)] = 2.0
-    soft_weight: Annotated[float, Field(ge=0, le=100)] = Field(
+    temperature: Annotated[float, Field(gt=0, le=100), NUMBER] = 2.0
+    soft_weight: Annotated[float, Field(ge=0, le=100), NUMBER] = Field(
         0.7, description="Weight of the divergence from the teacher."
     )
-    hard_weight: Annotated[float, Field(ge=0, le=100)] = Field(
+    hard_weight: Annotated[float, Field(ge=0, le=100), NUMBER] = Field(
         0.3, description="Weight of the cross-entropy on labels."
     )
-    head_weights: dict[str, Annotated[float, Field(ge=0, le=100)]] = {}
-    hidden_weight: Annotated[float, Field(ge=0, le=100)] = Field(
+    head_weights: dict[str, Annotated[float, Field(ge=0, le=100), NUMBER]] = {}
+    hidden_weight: Annotated[float, Field(ge=0, le=100), NUMBER] = Field(
         0.0, description="Weight of the hidden-state signal through a learned projection."
     )
     hidden_loss: Literal["cosine", "mse"] = "cosine"
@@ -270,11 +288,11 @@ class Distillation(_Spec):
         description="Match the final states, or every student layer with an evenly spaced one of the "
         "teacher.",
     )
-    soft_weight_final: Annotated[float, Field(ge=0, le=100)] | None = Field(
+    soft_weight_final: Annotated[float, Field(ge=0, le=100), NUMBER] | None = Field(
         None, description="Weight at the last step; between, a straight line from soft_weight."
     )
-    hard_weight_final: Annotated[float, Field(ge=0, le=100)] | None = None
-    hidden_weight_final: Annotated[float, Field(ge=0, le=100)] | None = None
+    hard_weight_final: Annotated[float, Field(ge=0, le=100), NUMBER] | None = None
+    hidden_weight_final: Annotated[float, Field(ge=0, le=100), NUMBER] | None = None
     signals: Literal["online", "cached", "auto"] = Field(
         "auto",
         description="Run the teacher on every batch; on every text once beforehand; or on every batch "
@@ -300,7 +318,7 @@ class Distillation(_Spec):
 class Gate(_Spec):
     """What a student must keep of its teacher to be promoted without force."""
 
-    min_macro_f1_share: Annotated[float, Field(ge=0, le=2)] = 0.97
+    min_macro_f1_share: Annotated[float, Field(ge=0, le=2), NUMBER] = 0.97
 
 
 class _DistillJob(_Job):
