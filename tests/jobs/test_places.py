@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from services.shared.jobs.errors import InvalidInput
-from services.shared.jobs.places import resolve_model
+from services.shared.jobs.places import latest_checkpoints, resolve_model
+from services.shared.jobs.settings import JobSettings
 
 
 @pytest.fixture
@@ -49,3 +50,17 @@ def test_a_path_that_leads_out_or_nowhere_is_refused(roots: list[Path], path: st
 def test_without_roots_no_path_is_taken(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="STILLHOUSE_MODEL_ROOTS"):
         resolve_model(str(tmp_path), roots=[], field="model.path")
+
+
+def test_best_weights_alone_are_nothing_to_resume_from(tmp_path: Path) -> None:
+    settings = JobSettings(database_url="", broker_url="", data_dir=tmp_path)
+    for attempt, name in (
+        (1, "step-00000005"),
+        (2, "best-00000005"),
+        (3, ".step-00000009.partial"),
+    ):
+        kept = settings.run_dir("job_a", attempt) / "checkpoints" / name
+        kept.mkdir(parents=True)
+        (kept / "COMPLETE").touch()
+    found = latest_checkpoints(settings, [("job_a", number) for number in (3, 2, 1)])
+    assert found == settings.run_dir("job_a", 1) / "checkpoints"

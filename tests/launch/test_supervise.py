@@ -12,7 +12,7 @@ from services.shared.jobs.rundir import RunDirectory
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.views import Beat
 from services.shared.launch.processes import RUN_MARK, is_alive, wait_until_gone
-from services.shared.launch.supervise import Ending, Force, supervise
+from services.shared.launch.supervise import Ending, Force, carry_best, supervise
 from services.shared.launch.torchrun import Launch
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
@@ -193,3 +193,18 @@ def test_a_kill_that_the_kernel_did_not_do_is_not_counted(run: RunDirectory) -> 
     assert ending is not None
     assert ending.exit_code == -9
     assert ending.oom_killed is not True
+
+
+def test_best_weights_of_the_attempt_resumed_from_are_carried_along_without_a_copy(
+    tmp_path: Path,
+) -> None:
+    earlier, own = tmp_path / "1/checkpoints", tmp_path / "2/checkpoints"
+    for name in ("best-00000003", "step-00000005"):
+        (earlier / name).mkdir(parents=True)
+        (earlier / name / "COMPLETE").write_text("{}")
+    (earlier / "best-00000004").mkdir()  # half written: not complete
+    for _ in range(2):
+        carry_best(earlier, own)
+    assert [path.name for path in own.iterdir()] == ["best-00000003"]
+    files = [place / "best-00000003/COMPLETE" for place in (earlier, own)]
+    assert files[0].samefile(files[1])

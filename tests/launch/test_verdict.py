@@ -141,6 +141,17 @@ def test_a_rank_killed_without_a_word_is_blamed_by_the_kernels_counter(
     assert (outcome.reason, outcome.failed_rank) == (reason, 3)
 
 
+@pytest.mark.parametrize("exit_code", [1, -9])
+@pytest.mark.parametrize(("counted", "end"), [(True, End.FAILED), (False, End.RETRY)])
+def test_a_kill_from_outside_gives_the_job_another_attempt(
+    run: RunDirectory, exit_code: int, counted: bool, end: End
+) -> None:
+    if exit_code == 1:  # a rank was killed, not torchrun
+        run.log.write_text(SUMMARY.format(exit_code=-9))
+    outcome = _judge(run, Ending(exit_code=exit_code, oom_killed=counted))
+    assert (outcome.end, outcome.recipe_changes) == (end, {})
+
+
 def test_torchrun_itself_killed_by_the_kernel_is_host_memory(run: RunDirectory) -> None:
     outcome = _judge(run, Ending(exit_code=-9, oom_killed=True))
     assert (outcome.reason, outcome.failed_rank) == (Reason.HOST_OUT_OF_MEMORY, None)

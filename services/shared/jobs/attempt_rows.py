@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -28,9 +27,13 @@ class Taken:
     earlier: list[tuple[str, int]]  # (job id, attempt) that may have checkpoints, best first
 
 
-def claim(session: Session, job_id: str, *, worker: str, lease_seconds: float) -> Taken | None:
-    """Take a queued job, or return None when it is not queued: a duplicate or late message."""
-    token = secrets.token_hex(16)
+def claim(
+    session: Session, job_id: str, *, worker: str, token: str, lease_seconds: float
+) -> Taken | None:
+    """Take a queued job, or return None when it is not queued: a duplicate or late message.
+
+    Asked again with the same token, after an answer that was lost, it returns the same attempt.
+    """
     if not move(
         session,
         job_id,
@@ -44,7 +47,8 @@ def claim(session: Session, job_id: str, *, worker: str, lease_seconds: float) -
         phase=Phase.LAUNCHING,
         progress=None,
     ):
-        return None
+        mine = _held(session, job_id, token)
+        return None if mine is None else Taken(job=mine, earlier=_earlier_attempts(session, mine))
     job = job_rows.get(session, job_id)
     session.execute(
         insert(AttemptRow).values(
@@ -88,11 +92,17 @@ def heartbeat(
     return Beat.CANCEL if job.state == JobState.CANCELLING else Beat.CONTINUE
 
 
-def finish(session: Session, job_id: str, *, token: str, outcome: Outcome) -> Finished:
-    """Apply how an attempt ended, unless its lease was lost."""
+def finish(
+    session: Session, job_id: str, *, attempt: int, token: str, outcome: Outcome
+) -> Finished:
+    """Apply how an attempt ended, unless its lease was lost.
+
+    Asked again after an answer that was lost, it says that the outcome is applied; the jobs that are
+    to be sent are then left to the sweep.
+    """
     job = _held(session, job_id, token)
     if job is None:
-        return Finished(applied=False, to_send=[])
+        return Finished(applied=_ended_as(session, job_id, attempt, outcome.end), to_send=[])
     to_send = _end_attempt(session, job, ending=outcome.end, outcome=outcome)
     return Finished(applied=True, to_send=to_send)
 
@@ -134,6 +144,14 @@ def overdue(
     ).all()
     session.execute(update(JobRow).where(JobRow.id.in_(ids)).values(sent_at=func.now()))
     return [Ticket(job_id, kind) for job_id in ids]
+
+
+def _ended_as(session: Session, job_id: str, attempt: int, end: End) -> bool:
+    """Return whether the attempt was ended so: by its own worker, since the sweep says "lost"."""
+    ending = session.scalar(
+        select(AttemptRow.ending).where(AttemptRow.job_id == job_id, AttemptRow.number == attempt)
+    )
+    return ending == end
 
 
 def _end_attempt(

@@ -35,6 +35,11 @@ def model_id_of(job_id: str, attempt: int) -> str:
     return f"mdl_{job_id.removeprefix('job_')}_{attempt}"
 
 
+def new_token() -> str:
+    """Return a claim's token: whoever knows it holds the job."""
+    return secrets.token_hex(16)
+
+
 def _base32(number: int) -> str:
     digits = []
     for _ in range(_BODY_LENGTH):

@@ -28,10 +28,14 @@ def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
 
 
 def latest_checkpoints(settings: JobSettings, attempts: list[tuple[str, int]]) -> Path | None:
-    """Return the checkpoints directory of the first of (job id, attempt) with a complete one."""
+    """Return the checkpoints directory of the first of (job id, attempt) with one to resume from.
+
+    Best weights alone (best-*) are none: an attempt that kept some and was then killed has read its
+    step from an earlier attempt's checkpoint.
+    """
     for job_id, attempt in attempts:
         checkpoints = RunDirectory(settings.run_dir(job_id, attempt)).checkpoints
-        if any(checkpoints.glob(f"*/{COMPLETE}")):
+        if any(checkpoints.glob(f"step-*/{COMPLETE}")):
             return checkpoints
     return None
 

@@ -9,13 +9,15 @@ from sqlalchemy import Engine, select, text
 from sqlalchemy.dialects.postgresql import insert
 
 from services.shared.datasets.card import DatasetCard
-from services.shared.jobs import attempt_rows, job_rows, model_rows
+from services.shared.jobs import attempt_rows, job_rows, model_rows, serving_rows
 from services.shared.jobs.claims import make_claim
 from services.shared.jobs.database import create_engine, transaction
 from services.shared.jobs.errors import Conflict, NotFound
+from services.shared.jobs.ids import new_token
 from services.shared.jobs.job_rows import Planned
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.paging import checked_limit
+from services.shared.jobs.promotion import Int8Gate
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import JobState, Phase
@@ -196,10 +198,21 @@ class Store:
 
     # Attempts: what workers do
 
-    def claim(self, job_id: str, *, worker: str, lease_seconds: float) -> Claim | None:
-        """Take a queued job for this worker, or return None: a duplicate message, or no such job."""
+    def claim(
+        self, job_id: str, *, worker: str, lease_seconds: float, token: str | None = None
+    ) -> Claim | None:
+        """Take a queued job for this worker, or return None: a duplicate message, or no such job.
+
+        Asked again with the same `token`, after Unavailable, it returns the claim that was made.
+        """
         with transaction(self.engine) as session:
-            taken = attempt_rows.claim(session, job_id, worker=worker, lease_seconds=lease_seconds)
+            taken = attempt_rows.claim(
+                session,
+                job_id,
+                worker=worker,
+                token=token or new_token(),
+                lease_seconds=lease_seconds,
+            )
         return None if taken is None else make_claim(taken, settings=self.settings)
 
     def heartbeat(
@@ -224,11 +237,18 @@ class Store:
     def finish(self, claim: Claim, outcome: Outcome) -> Finished:
         """Apply how the attempt ended, and everything that follows, in one transaction.
 
-        Not applied when the lease was lost: then the result is to be discarded. An outcome that
+        Not applied when the lease was lost: then the result is to be discarded. May be asked again
+        after Unavailable, when nobody knows whether the commit arrived. An outcome that
         succeeded has its report, and its artifact in `settings.model_dir(claim.model_id)`.
         """
         with transaction(self.engine) as session:
-            return attempt_rows.finish(session, claim.job_id, token=claim.token, outcome=outcome)
+            return attempt_rows.finish(
+                session,
+                claim.job_id,
+                attempt=claim.attempt,
+                token=claim.token,
+                outcome=outcome,
+            )
 
     def hand_back(self, claim: Claim) -> Finished:
         """Queue the job again without using up an attempt: this worker shuts down."""
@@ -295,6 +315,21 @@ class Store:
         """Return the promotion that an alias serves, or None before the first."""
         with transaction(self.engine) as session:
             return model_rows.active(session, alias)
+
+    def report_served(self, promotion_id: str, *, engine: str) -> None:
+        """Record that the API serves a promotion, with which engine; said again, it is kept once."""
+        with transaction(self.engine) as session:
+            serving_rows.add(session, promotion_id, engine=engine)
+
+    def report_refused(self, promotion_id: str, why: str, *, transient: bool) -> None:
+        """Record that the API refuses to serve a promotion; `transient` ones are tried again."""
+        with transaction(self.engine) as session:
+            serving_rows.add(session, promotion_id, refused=why, transient=transient)
+
+    def set_int8_gate(self, model_id: str, gate: Int8Gate) -> None:
+        """Record whether a model may be served in 8 bits."""
+        with transaction(self.engine) as session:
+            model_rows.set_int8_gate(session, model_id, gate)
 
 
 def _dataset_view(row: DatasetRow) -> DatasetView:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Literal
 
 import structlog
 
-from services.shared.jobs.rundir import RunDirectory, RunInput, StopRequest, write_json
+from services.shared.jobs.rundir import COMPLETE, RunDirectory, RunInput, StopRequest, write_json
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.views import Beat, Claim
 from services.shared.launch.oom_counter import OomCounters
@@ -58,6 +60,8 @@ def prepare(claim: Claim, *, settings: JobSettings) -> RunDirectory:
     """Write the inputs of one attempt into its run directory. Raises OSError."""
     run = RunDirectory(settings.run_dir(claim.job_id, claim.attempt))
     run.path.mkdir(parents=True, exist_ok=True)
+    if claim.resume_dir is not None:
+        carry_best(claim.resume_dir, run.checkpoints)
     if claim.plan is not None:
         write_json(run.plan, claim.plan)
     write_json(
@@ -76,6 +80,29 @@ def prepare(claim: Claim, *, settings: JobSettings) -> RunDirectory:
         ),
     )
     return run
+
+
+def carry_best(earlier: Path, checkpoints: Path) -> None:
+    """Link the best weights that an earlier attempt kept into this attempt's checkpoints.
+
+    The next attempt resumes from this one's checkpoints alone, and those may go on naming best
+    weights of long ago. Links, since the weights of a 32B model are 64 GB.
+    """
+    for best in earlier.glob(f"best-*/{COMPLETE}"):
+        final = checkpoints / best.parent.name
+        aside = final.with_name(f".{final.name}.partial")
+        if final.exists():
+            continue
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(best.parent, aside, copy_function=_link)
+        aside.rename(final)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
 
 
 def supervise(

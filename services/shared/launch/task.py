@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.ids import new_token
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.rundir import RunDirectory
 from services.shared.jobs.state import Reason
@@ -27,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 # A result that took days to compute outlives a restart of the database.
 _APPLY_SECONDS = 600.0
+# Long enough for a restart; a message given up is sent again by the sweep.
+_CLAIM_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 1.0
 
 
@@ -43,7 +46,7 @@ def run_job(
 
     A duplicate or late message finds nothing to claim and is dropped.
     """
-    claim = store.claim(job_id, worker=worker, lease_seconds=store.settings.lease_seconds)
+    claim = _claim(job_id, store=store, worker=worker, stopping=stopping)
     if claim is None:
         log.info("nothing_to_claim", job_id=job_id)
         return
@@ -63,6 +66,24 @@ def run_job(
     )
     for ticket in finished.to_send:
         send(ticket)
+
+
+def _claim(job_id: str, *, store: Store, worker: str, stopping: Callable[[], bool]) -> Claim | None:
+    """Claim the job, waiting for a database that is away. Raises Unavailable when that takes long.
+
+    The token stays the same: a claim that was made, and whose answer was lost, is found again.
+    """
+    token, deadline = new_token(), time.monotonic() + _CLAIM_SECONDS
+    while True:
+        try:
+            return store.claim(
+                job_id, worker=worker, token=token, lease_seconds=store.settings.lease_seconds
+            )
+        except Unavailable as error:
+            if stopping() or time.monotonic() > deadline:
+                raise
+            log.warning("claim_waits", job_id=job_id, error=str(error))
+            time.sleep(_FIRST_PAUSE_SECONDS)
 
 
 def _run(

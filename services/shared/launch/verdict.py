@@ -40,6 +40,7 @@ class Blame:
     rank: int | None = None
     failure: Failure | None = None  # what the rank told itself; none after SIGKILL
     log: str = ""  # text that may hold the memory error
+    is_ours: bool = True  # a fault of the job; False where somebody killed it from outside
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def reach_verdict(
     """Return how the attempt ended.
 
     `examine` reads a memory failure; `may_retry` says that the job asked for another attempt after
-    running out of memory, which it gets when a remedy fits.
+    running out of memory, which it gets when a remedy fits. A run that was killed from outside gets
+    one in any case, as long as attempts are left: it goes on from its last checkpoint.
     """
     report = read_record(run.report, Report)
     failures = run.failures()
@@ -73,8 +75,8 @@ def reach_verdict(
             return stopped.model_copy(update=evidence)
     blame = blame_rank(run, ending, failures)
     found = examine(blame) if blame.reason in _MEMORY_REASONS else PostMortem(None, {})
-    retry = may_retry and bool(found.recipe_changes) and ending.stop is None
-    end = _end_of_failure(ending.stop, retry=retry)
+    mended = may_retry and bool(found.recipe_changes) and ending.stop is None
+    end = _end_of_failure(ending.stop, retry=mended or not blame.is_ours)
     return Outcome(
         end=end,
         reason=Reason.CANCELLED if end is End.CANCELLED else blame.reason,
@@ -83,8 +85,8 @@ def reach_verdict(
         failed_rank=blame.rank,
         diagnosis=found.diagnosis,
         failure=blame.failure.model_dump(mode="json") if blame.failure else None,
-        recipe_changes=found.recipe_changes if retry else {},
-        plan=found.plan if retry else None,
+        recipe_changes=found.recipe_changes if mended else {},
+        plan=found.plan if mended else None,
         **evidence,
     )
 
@@ -165,7 +167,7 @@ def _blame_kill(rank: int | None, ending: Ending) -> Blame:
         if ending.oom_killed is None
         else "the kernel counted no OOM kill, so somebody sent the signal"
     )
-    return Blame(Reason.CRASHED, f"SIGKILL ended {who}; {witness}.", rank)
+    return Blame(Reason.CRASHED, f"SIGKILL ended {who}; {witness}.", rank, is_ours=False)
 
 
 def _blame_signal(exit: RankExit) -> Blame:
