@@ -13,6 +13,8 @@ import pytest
 
 from services.cli.plan_request import PlanRequest
 from services.cli.trace import Row, compare, prepare
+from services.shared.fsdp.shard import Engine, default_engine
+from services.shared.fsdp.trace import main
 from services.shared.memory.hardware import machine
 from services.shared.memory.plan import Plan
 from services.shared.memory.recipe import Recipe
@@ -20,6 +22,9 @@ from services.shared.memory.shape import from_config
 from services.shared.memory.timeline import Phase
 
 REPOSITORY = Path(__file__).parents[2]
+needs_dry_runs = pytest.mark.skipif(
+    default_engine() is Engine.FSDP1, reason="torch has no dry runs before 2.6"
+)
 DECODER = {
     "model_type": "qwen3",
     "hidden_size": 128,
@@ -60,6 +65,7 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one unit": (DECODER, 2, {"wrap": "root"}),
     "float32": (DECODER, 8, OWN | {"compute": "float32", "reduce": "float32"}),
     "kept whole": (DECODER, 8, {"sharding": "grad_op"}),
+    "kept whole, embedding too": (DECODER, 8, OWN | {"sharding": "grad_op"}),
     "replicas": (DECODER, 8, {"sharding": "none"}),
     "encoder": (ENCODER, 2, OWN | {"micro_batch": 4}),
     "fsdp1 in backward": (DECODER, 8, IN_BACKWARD | {"engine": "fsdp1"}),
@@ -94,6 +100,15 @@ REAL: dict[str, dict[str, Any]] = {
     "bf16 states in backward": IN_BACKWARD | {"optimizer": "adamw_bf16"},
     "distillation": OWN | {"teacher": TEACHER},
 }
+# What a DCU trains with: these run on torch 2.5 too.
+FSDP1: dict[str, dict[str, Any]] = {
+    "adamw": OWN,
+    "in backward": IN_BACKWARD,
+    "bf16 states in backward": IN_BACKWARD | {"optimizer": "adamw_bf16"},
+    "accumulation": OWN | {"accumulate": 2},
+    "kept whole": OWN | {"sharding": "grad_op"},
+    "distillation": OWN | {"teacher": TEACHER},
+}
 ON_TWO_RANKS = {"attention": "eager", "micro_batch": 2, "sequence_length": 64}
 
 
@@ -106,10 +121,14 @@ class Asked(NamedTuple):
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
-    """Return what is asked: CASES by name, REAL by "real " and its name."""
-    real = {f"real {name}": (DECODER, 2, ON_TWO_RANKS | knobs) for name, knobs in REAL.items()}
+    """Return what is asked: CASES by name, REAL by "real " and its name, FSDP1 by "ranks "."""
+    real = {f"real {name}": ON_TWO_RANKS | knobs for name, knobs in REAL.items()}
+    fsdp1 = {
+        f"ranks {name}": ON_TWO_RANKS | knobs | {"engine": "fsdp1"} for name, knobs in FSDP1.items()
+    }
+    on_two_ranks = {name: (DECODER, 2, knobs) for name, knobs in (real | fsdp1).items()}
     found = {}
-    for name, case in (CASES | real).items():
+    for name, case in (CASES | on_two_ranks).items():
         directory = tmp_path_factory.mktemp("case")
         job, planned = prepare(request_of(directory, *case))
         file = directory / "request.json"
@@ -120,14 +139,16 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
 
 @pytest.fixture(scope="module")
 def dry(asked: dict[str, Asked]) -> dict[str, Any]:
-    """Return the traces of all that is asked; one process makes them, for it imports torch once."""
-    return _traces(asked, [sys.executable, "-m"])
+    """Return the dry traces; one process makes them, for it imports torch once."""
+    chosen = {name: one for name, one in asked.items() if not name.startswith("ranks ")}
+    return _traces(chosen, [sys.executable, "-m"])
 
 
 @pytest.fixture(scope="module")
 def real(asked: dict[str, Asked]) -> dict[str, Any]:
     """Return the traces of real runs on two gloo ranks."""
-    chosen = {name: one for name, one in asked.items() if name.startswith("real ")}
+    wanted = ("ranks ",) if default_engine() is Engine.FSDP1 else ("real ", "ranks ")
+    chosen = {name: one for name, one in asked.items() if name.startswith(wanted)}
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return _traces(chosen, [*ranks, "--nproc-per-node", "2", "-m"], "--real")
 
@@ -148,6 +169,7 @@ def _traces(asked: dict[str, Asked], command: list[str], *flags: str) -> dict[st
     return {name: json.loads(line) for name, line in zip(asked, lines, strict=True)}
 
 
+@needs_dry_runs
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_is_what_our_own_step_takes(
     case: str, asked: dict[str, Asked], dry: dict[str, Any]
@@ -163,6 +185,7 @@ def test_the_plan_is_what_our_own_step_takes(
             assert row.planned_bytes == pytest.approx(row.traced_bytes, abs=allowed), row
 
 
+@needs_dry_runs
 @pytest.mark.parametrize("case", REAL)
 def test_a_real_run_on_two_ranks_takes_the_same_bytes(
     case: str, dry: dict[str, Any], real: dict[str, Any]
@@ -171,6 +194,21 @@ def test_a_real_run_on_two_ranks_takes_the_same_bytes(
     assert (one["real"], other["real"]) == (False, True)
     assert one["peak_bytes"] == other["peak_bytes"]
     assert _peaks(one) == _peaks(other)
+
+
+@pytest.mark.parametrize("case", FSDP1)
+def test_the_plan_is_what_fsdp1_takes_on_two_ranks(
+    case: str, asked: dict[str, Asked], real: dict[str, Any]
+) -> None:
+    found, planned = real[f"ranks {case}"], asked[f"ranks {case}"].planned
+    assert (found["real"], found["engine"]) == (True, "fsdp1")
+    assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.005)
+
+
+@pytest.mark.skipif(default_engine() is Engine.FSDP2, reason="torch has dry runs from 2.6 on")
+def test_an_old_torch_says_that_it_has_no_dry_runs() -> None:
+    with pytest.raises(SystemExit, match=r"needs torch 2\.6"):
+        main([])
 
 
 def _peaks(found: dict[str, Any]) -> dict[tuple[str, int], int]:

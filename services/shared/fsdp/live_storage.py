@@ -6,6 +6,7 @@ are rounded up to blocks as that allocator would. Not seen: what a kernel alloca
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# gloo's threads say that they are done before they drop the tensors; on a busy machine long before.
+_LET_GO_SECONDS = 0.01
 BLOCK_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
 
 
@@ -52,11 +55,14 @@ class Peak:
 class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, counts live storages; `section` says what peaks are told for.
 
-    Outside of a section storages are counted, too, but no peak is kept.
+    Outside of a section storages are counted, too, but no peak is kept. With `real` (collectives that
+    are run) it gives their threads the time to let go of what they have sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, real: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._real = real
+        self._after_collective = False
         self.peaks: dict[Section, Peak] = {}
         self.live_bytes = 0
         self._live: dict[int, tuple[int, Origin]] = {}
@@ -68,6 +74,9 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it calls operators on its local parts: those are counted
+        if self._after_collective:
+            time.sleep(_LET_GO_SECONDS)
+        self._after_collective = self._real and func.namespace == "c10d"
         result = func(*args, **(kwargs or {}))
         if not self._shapes_only:
             for leaf in tree_leaves(result):
@@ -155,14 +164,19 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         with (
             replaced(torch.UntypedStorage, "resize_", resized),
-            replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
+            replaced(ShardingPropagator, _PROPAGATE, propagated),
             self,
         ):
             yield self
 
 
 _resize_storage = torch.UntypedStorage.resize_
-_propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+_PROPAGATE = (
+    "_propagate_tensor_meta_non_cached"
+    if hasattr(ShardingPropagator, "_propagate_tensor_meta_non_cached")
+    else "_propagate_tensor_meta"  # torch 2.5
+)
+_propagate = getattr(ShardingPropagator, _PROPAGATE)
 
 
 @contextmanager

@@ -97,8 +97,7 @@ class _AtTheEnd:
         pieces = self._sharded.pieces
         norm = _clip_pieces(pieces, self._limit, summed=not self._sharded.replicated)
         self.rule.apply(pieces, self._learning_rate, self._step)
-        for piece in pieces:
-            piece.clear_gradient()
+        self._sharded.clear_gradients()
         return norm
 
 

@@ -123,6 +123,18 @@ class Sharded:
         """Return the size of the whole classifier."""
         return sum(piece.num_elements for piece in self.pieces)
 
+    def clear_gradients(self) -> None:
+        """Free the gradients of a step that has been applied."""
+        for piece in self.pieces:
+            piece.clear_gradient()
+        if self.engine is Engine.FSDP1:
+            # The flat parameter keeps them all until its next forward pass: through an evaluation,
+            # or the forward pass of a teacher beside it.
+            for wrapper in FullyShardedDataParallel.fsdp_modules(self.module):
+                handle: Any = wrapper._handle
+                if handle is not None:
+                    handle.flat_param.grad = None
+
     def reshard(self) -> None:
         """Free what a forward pass without backward may have left gathered (FSDP2)."""
         if self.engine is Engine.FSDP2:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,10 +36,11 @@ from services.shared.fsdp.live_storage import LiveStorage, Origin, replaced
 from services.shared.fsdp.load import initialise
 from services.shared.fsdp.optimizers import Optimizer, build_optimizer, learning_rate
 from services.shared.fsdp.process import StopWatch, World, leave, make_deterministic, seed_step
-from services.shared.fsdp.shard import Engine, Sharded
+from services.shared.fsdp.shard import DTYPES, Engine, Sharded, default_engine
 from services.shared.fsdp.without_memory import fake_world
 from services.shared.jobs.rundir import RunDirectory
 from services.shared.jobs.spec import Recipe, Training
+from services.shared.model.classifier import Classifier, build_classifier
 from services.shared.model.objective import combined_loss
 from services.shared.model.tokens import Batch, TokenisedSplit, collate
 
@@ -62,8 +63,9 @@ class TraceRequest(BaseModel):
     accumulate: int = Field(1, ge=1)
     padded: bool = Field(False, description="All texts of a micro-batch but one are shorter.")
     steps: int = Field(2, ge=1)
-    teacher: dict[str, Any] | None = Field(None, description="The config of a sharded teacher.")
+    teacher: dict[str, Any] | None = Field(None, description="The config of a teacher beside it.")
     teacher_heads: list[int] = []
+    teacher_placement: Literal["sharded", "replicated"] = "sharded"
 
 
 class TracedPhase(BaseModel):
@@ -135,7 +137,7 @@ def _trace(
     began = time.monotonic()
     config = _config(request.config)
     heads = _heads(request.heads)
-    live = LiveStorage()
+    live = LiveStorage(real=prepare is not None)
     run = _Run(request, world, live, heads, _texts(request, heads, config.vocab_size))
     # A device mesh reads the ranks that it is made of, and stays on the host.
     mesh = replaced(shard_room, "init_device_mesh", _outside(init_device_mesh))
@@ -147,7 +149,7 @@ def _trace(
             with live.section("load"):
                 teacher = _teacher(request, world)
         for model in (sharded, teacher):
-            if model is not None and prepare is not None:
+            if isinstance(model, Sharded) and prepare is not None:
                 prepare(model)
         optimizer = build_optimizer(sharded, Training(), world)
         _train(run, sharded, optimizer, teacher)
@@ -155,7 +157,9 @@ def _trace(
     return _result(run, sharded.engine, real=prepare is not None, seconds=time.monotonic() - began)
 
 
-def _train(run: _Run, sharded: Sharded, optimizer: Optimizer, teacher: Sharded | None) -> None:
+def _train(
+    run: _Run, sharded: Sharded, optimizer: Optimizer, teacher: Sharded | Classifier | None
+) -> None:
     """Take the steps of the trainer's loop (trainer/finetune.py), its calls in its order."""
     request, world, live = run.request, run.world, run.live
     training = Training()
@@ -196,17 +200,24 @@ def _evaluate(run: _Run, sharded: Sharded) -> None:
 
 
 @torch.no_grad()
-def _ask(teacher: Sharded, batch: Batch) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = teacher.module(batch.input_ids, batch.attention_mask)
-    teacher.reshard()
+def _ask(teacher: Sharded | Classifier, batch: Batch) -> dict[str, Tensor]:
+    module = teacher.module if isinstance(teacher, Sharded) else teacher
+    found: dict[str, Tensor] = module(batch.input_ids, batch.attention_mask)
+    if isinstance(teacher, Sharded):
+        teacher.reshard()
     return found
 
 
-def _teacher(request: TraceRequest, world: World) -> Sharded:
+def _teacher(request: TraceRequest, world: World) -> Sharded | Classifier:
+    """Return the teacher as distiller/teacher.py places it."""
     assert request.teacher is not None
-    heads = _heads(request.teacher_heads or request.heads)
+    config, heads = _config(request.teacher), _heads(request.teacher_heads or request.heads)
     recipe = inference_recipe(request.recipe)
-    teacher = shard_model(_config(request.teacher), heads, recipe, world, engine=request.engine)
+    if request.teacher_placement == "replicated":
+        dtype = DTYPES[recipe.compute]
+        whole = build_classifier(config, heads, attention=recipe.attention, dtype=dtype)
+        return whole.requires_grad_(False).eval()
+    teacher = shard_model(config, heads, recipe, world, engine=request.engine)
     teacher.module.requires_grad_(False)
     teacher.module.eval()
     return teacher
@@ -299,6 +310,11 @@ def main(arguments: list[str]) -> None:
     files = [Path(argument) for argument in arguments if argument != "--real"]
     requests = [TraceRequest.model_validate_json(file.read_bytes()) for file in files]
     really = "--real" in arguments
+    if not really and default_engine() is Engine.FSDP1:
+        raise SystemExit(
+            f"A dry run needs torch 2.6 or later, and this is {torch.__version__}: its collectives "
+            "have no shapes without values. A real run of a small model (--real) can be traced."
+        )
     for found in trace_really(requests) if really else map(trace, requests):
         if found.rank == 0:
             sys.stdout.write(found.model_dump_json() + "\n")

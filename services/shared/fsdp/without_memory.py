@@ -25,6 +25,13 @@ from services.shared.fsdp.live_storage import replaced
 from services.shared.fsdp.process import StopWatch, World
 from services.shared.jobs.rundir import RunDirectory
 
+# torch 2.5 has no such question, and shards by FSDP1, which knows no DTensor.
+_SHAPES = (
+    [(sharding_prop, "detect_fake_mode", lambda *_: None)]
+    if hasattr(sharding_prop, "detect_fake_mode")
+    else []
+)
+
 
 @contextmanager
 def fake_world(ranks: int) -> Iterator[World]:
@@ -35,7 +42,7 @@ def fake_world(ranks: int) -> Iterator[World]:
         with ExitStack() as stack:
             for owner, name, value in (
                 # DTensor would take our mode for its own questions about shapes.
-                (sharding_prop, "detect_fake_mode", lambda *_: None),
+                *_SHAPES,
                 # Or transformers (5.24) builds the mask that it leaves out in a real run.
                 (masking_utils, "is_tracing", lambda *_: False),
                 # It reads positions, to learn whether a row holds several texts: ours hold one.

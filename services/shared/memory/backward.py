@@ -293,7 +293,12 @@ def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int, *, kept: int = 0) -> N
     if books.step == 1:
         books.optimizer += unit.optimizer_bytes
     update = update_temporaries(recipe, (unit,))
-    held = 0 if job.fsdp1 else unit.reduce_input_bytes
+    if job.fsdp1:
+        # FSDP1 applies from within its reduction, which still names what it reduces.
+        kept = unit.whole_gradient_bytes
+        held = 0 if recipe.reduce is recipe.compute else unit.reduce_input_bytes
+    else:
+        held = unit.reduce_input_bytes
     books.mark(
         unit.name,
         None,

@@ -169,7 +169,9 @@ class Run:
         return index * layer.saved_bytes
 
     def kept_bytes(self, layers: int) -> int:
-        """Whole parameters of `layers` layers that stay gathered after their forward pass."""
-        if not (self.job.keeps_whole and self.job.layered):
+        """Whole parameters that stay gathered once `layers` layers have run forward."""
+        units = self.job.units
+        if not (self.job.keeps_whole and units.layers):
             return 0
-        return layers * self.job.units.layers[0].whole_parameter_bytes
+        embedding = units.embedding.whole_parameter_bytes if units.embedding else 0
+        return embedding + layers * units.layers[0].whole_parameter_bytes
