@@ -71,10 +71,8 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     metrics = Metrics()
     store = open_store(settings)
     celery = make_celery(settings)
-    predictor = Predictor(
-        promotions=PromotionFeed(store, datasets_dir=settings.datasets_dir),
-        registry=metrics.registry,
-    )
+    feed = PromotionFeed(store, datasets_dir=settings.datasets_dir)
+    predictor = Predictor(promotions=feed, registry=metrics.registry, reports=feed)
     parts = Parts(
         settings=settings,
         store=store,

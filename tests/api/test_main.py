@@ -15,7 +15,19 @@ from fastapi.testclient import TestClient
 from services.api.main import create
 from services.api.promotions import PAGE, PromotionFeed
 from services.api.settings import ApiSettings
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.promotion import HeadComparison, Int8Gate
 from services.shared.jobs.queue import depth, make_celery
+
+GATE = Int8Gate(
+    passed=False,
+    calibration_texts=128,
+    heads={
+        "sentiment": HeadComparison(
+            texts=500, agreement=0.98, macro_f1=0.9, macro_f1_float32=0.91, passed=False
+        )
+    },
+)
 
 
 @pytest.fixture
@@ -69,6 +81,56 @@ def test_the_feed_reads_each_promotion_once_the_newest_first(desk: Any) -> None:
         newest.id,
         *(promoted.promotion_id for promoted in first),
     ]
+
+
+def test_the_feed_writes_down_what_became_of_promotions(desk: Any) -> None:
+    model_id = desk.succeed(desk.running())
+    desk.store.promote(model_id)
+    feed = PromotionFeed(desk.store)
+    [promoted] = feed()
+    feed.refused(promoted, "it answers otherwise", transient=False)
+    feed.prepared(promoted, GATE)
+    assert desk.client.get(f"/models/{model_id}").json()["serving"] == {}
+    feed()
+    [shown] = desk.client.get("/models").json()["items"]
+    assert shown["serving"]["default"]["outcome"] == "refused"
+    assert shown["serving"]["default"]["why"] == "it answers otherwise"
+    assert shown["int8_gate"] == GATE.model_dump()
+    [listed] = desk.client.get("/promotions").json()["items"]
+    assert listed["serving"] == shown["serving"]["default"]
+    feed.served(promoted, engine="packed-bfloat16")
+    feed()
+    [listed] = desk.client.get("/promotions").json()["items"]
+    assert (listed["serving"]["outcome"], listed["serving"]["engine"]) == (
+        "served",
+        "packed-bfloat16",
+    )
+
+
+def test_what_the_database_was_away_for_is_written_later_and_in_order(
+    desk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_id = desk.succeed(desk.running())
+    desk.store.promote(model_id)
+    feed = PromotionFeed(desk.store)
+    [promoted] = feed()
+
+    failures = [Unavailable("away")]
+    write = desk.store.report_refused
+
+    def flaky(*args: Any, **fields: Any) -> None:
+        if failures:
+            raise failures.pop()
+        write(*args, **fields)
+
+    monkeypatch.setattr(desk.store, "report_refused", flaky)
+    feed.refused(promoted, "no room", transient=True)
+    feed.served(promoted, engine="packed-float32")
+    with pytest.raises(Unavailable):
+        feed()
+    assert desk.store.active().serving is None
+    feed()
+    assert desk.store.active().serving.outcome == "served"
 
 
 def start(**environment: str) -> subprocess.CompletedProcess[str]:

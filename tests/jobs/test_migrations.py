@@ -59,7 +59,7 @@ def test_migrating_again_and_twice_at_once_is_harmless(migrated: Server) -> None
     migrate(url)
     with psycopg.connect(url.replace("+psycopg", "")) as connection:
         versions = connection.execute("SELECT version_num FROM alembic_version").fetchall()
-    assert versions == [("0002",)]
+    assert versions == [("0003",)]
 
 
 def test_a_database_that_cannot_be_reached_is_unavailable() -> None:

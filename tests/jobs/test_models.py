@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
 
 from services.shared.jobs.errors import Conflict, InvalidInput
+from services.shared.jobs.promotion import HeadComparison, Int8Gate
 from services.shared.jobs.state import JobState
 
 if TYPE_CHECKING:
@@ -102,3 +105,54 @@ def test_an_impossible_alias_is_refused(house: House, alias: str) -> None:
     model_id = house.succeed(house.running())
     with pytest.raises(InvalidInput):
         house.store.promote(model_id, alias=alias)
+
+
+def test_the_last_word_on_a_promotion_is_shown_with_it_and_with_its_model(house: House) -> None:
+    model_id = house.succeed(house.running())
+    first, second = house.store.promote(model_id), house.store.promote(model_id, alias="rival")
+    assert house.store.model(model_id).serving == {}
+    house.store.report_refused(first.id, "no room\x00", transient=True)
+    house.store.report_served(first.id, engine="packed-bfloat16")
+    house.store.report_refused(second.id, "it answers otherwise", transient=False)
+    shown = house.store.model(model_id).serving
+    assert (shown["default"].outcome, shown["default"].engine) == ("served", "packed-bfloat16")
+    assert (shown["rival"].outcome, shown["rival"].why) == ("refused", "it answers otherwise")
+    rival, default = house.store.promotions().items
+    assert (default.serving, rival.serving) == (shown["default"], shown["rival"])
+    house.store.promote(model_id)
+    assert set(house.store.list_models().items[0].serving) == {
+        "rival"
+    }  # of the newest nothing is known
+
+
+def test_what_was_said_of_a_promotion_is_not_said_again(house: House) -> None:
+    promotion = house.store.promote(house.succeed(house.running()))
+    seen = []
+    for free in ("1 MiB", "2 MiB"):
+        house.store.report_refused(promotion.id, f"{free} are available", transient=True)
+        seen.append(house.store.active().serving)
+    assert seen[0] == seen[1]
+    house.store.report_refused(promotion.id, "it answers otherwise", transient=False)
+    assert house.store.active().serving.why == "it answers otherwise"
+
+
+def test_what_was_said_is_never_changed(house: House) -> None:
+    promotion = house.store.promote(house.succeed(house.running()))
+    house.store.report_served(promotion.id, engine="packed-float32")
+    for change in ("UPDATE servings SET engine = 'x'", "DELETE FROM servings"):
+        with (
+            pytest.raises(DBAPIError, match="append-only"),
+            house.store.engine.begin() as connection,
+        ):
+            connection.execute(text(change))
+
+
+def test_the_gate_for_8_bits_stands_in_the_models_row(house: House) -> None:
+    model_id = house.succeed(house.running())
+    assert house.store.model(model_id).int8_gate is None
+    head = HeadComparison(
+        texts=500, agreement=0.995, macro_f1=0.9, macro_f1_float32=0.9, passed=True
+    )
+    gate = Int8Gate(passed=True, calibration_texts=128, heads={"sentiment": head})
+    house.store.set_int8_gate(model_id, gate)
+    assert house.store.model(model_id).int8_gate == gate

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import structlog
 
 from services.api.serving.measures import Measures
-from services.api.serving.promoted import Promoted, StudentRefused
+from services.api.serving.promoted import NoReports, Promoted, Reports, StudentRefused
 from services.api.serving.slot import ActiveStudent, Slot
 
 log = structlog.get_logger(__name__)
@@ -23,7 +23,6 @@ log = structlog.get_logger(__name__)
 RETRY_SECONDS = 30.0
 
 Load = Callable[[Promoted], ActiveStudent]
-Report = Callable[[Promoted, str], None]
 
 
 class Follower:
@@ -37,7 +36,7 @@ class Follower:
         load: Load,
         poll_seconds: float,
         measures: Measures | None = None,
-        report_refused: Report | None = None,
+        reports: Reports | None = None,
         on_swapped: Callable[[Promoted], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -46,7 +45,7 @@ class Follower:
         self._load = load
         self._poll_seconds = poll_seconds
         self._measures = measures or Measures()
-        self._report_refused = report_refused
+        self._reports = reports or NoReports()
         self._on_swapped = on_swapped
         self._clock = clock
         self._serving: dict[str, Promoted] = {}
@@ -110,6 +109,7 @@ class Follower:
             self._serving[alias] = wanted
             self._measures.swaps.labels("swapped").inc()
             log.info("student_swapped_in", alias=alias, model_id=wanted.model_id)
+            self._reports.served(wanted, engine=student.engine.kind)
             self._on_swapped(wanted)
             # Something newer may have been promoted while this one loaded: look again at once.
             return True
@@ -121,38 +121,42 @@ class Follower:
             active = self._slot.active(other)
             if serving.model_id == wanted.model_id and active is not None:
                 return active
-        return self._loaded(wanted)
+        try:
+            return self._loaded(wanted)
+        except StudentRefused as refusal:
+            again = self._clock() + RETRY_SECONDS if refusal.transient else float("inf")
+            self._refused[wanted.promotion_id] = again
+            self._reports.refused(wanted, str(refusal), transient=refusal.transient)
+            return None
 
     def _reload(self, model_id: str) -> bool:
         """Swap a freshly loaded student in wherever its model serves; keep the present one if refused."""
         aliases = [alias for alias, each in self._serving.items() if each.model_id == model_id]
-        student = self._loaded(self._serving[aliases[0]]) if aliases else None
-        if student is None:
+        if not aliases:
             return False
+        try:
+            student = self._loaded(self._serving[aliases[0]])
+        except StudentRefused:
+            return False  # logged; the promotion serves as before
         for alias in aliases:
             self._slot.swap(alias, student)
+            self._reports.served(self._serving[alias], engine=student.engine.kind)
         self._measures.swaps.labels("reloaded").inc()
         return True
 
-    def _loaded(self, wanted: Promoted) -> ActiveStudent | None:
+    def _loaded(self, wanted: Promoted) -> ActiveStudent:
+        """Load a student. Raises StudentRefused, which is logged and counted."""
         log.info("student_loading", alias=wanted.alias, model_id=wanted.model_id)
         try:
             return self._load(wanted)
-        except StudentRefused as refusal:
-            self._refuse(wanted, str(refusal), transient=refusal.transient)
+        except StudentRefused as error:
+            refusal = error
         except Exception as error:  # noqa: BLE001
             # A boundary: whatever is wrong with an artifact, the former student goes on serving.
-            self._refuse(wanted, f"{type(error).__name__}: {error}", transient=False)
-        return None
-
-    def _refuse(self, wanted: Promoted, why: str, *, transient: bool) -> None:
-        log.error("student_refused", alias=wanted.alias, model_id=wanted.model_id, why=why)
-        self._refused[wanted.promotion_id] = (
-            self._clock() + RETRY_SECONDS if transient else float("inf")
-        )
+            refusal = StudentRefused(f"{type(error).__name__}: {error}")
+        log.error("student_refused", alias=wanted.alias, model_id=wanted.model_id, why=str(refusal))
         self._measures.swaps.labels("refused").inc()
-        if self._report_refused is not None:
-            self._report_refused(wanted, why)
+        raise refusal
 
     @staticmethod
     def _newest(promotions: Sequence[Promoted]) -> dict[str, list[Promoted]]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from services.shared.jobs.promotion import Int8Gate
 from services.shared.jobs.rundir import write_json
 
 FORMAT = 1
@@ -19,29 +20,12 @@ FORMAT = 1
 _MANIFEST = "manifest.json"
 
 
-class HeadComparison(BaseModel):
-    """One head: 8-bit answers against those in float32, on the same held-out texts."""
-
-    model_config = ConfigDict(frozen=True)
-
-    texts: int
-    agreement: float
-    macro_f1: float
-    macro_f1_float32: float
-    passed: bool
-
-
-class PreparedInt8(BaseModel):
+class PreparedInt8(Int8Gate):
     """What was prepared, from what, and whether it may serve."""
-
-    model_config = ConfigDict(frozen=True)
 
     format: int = FORMAT
     manifest_sha256: str  # of the artifact that it was made from
     weights_sha256: str  # of packed-int8.safetensors
-    calibration_texts: int
-    heads: dict[str, HeadComparison]
-    passed: bool
 
 
 def prepared_weights(artifact_dir: Path) -> Path:
@@ -66,6 +50,11 @@ def read_prepared(artifact_dir: Path) -> PreparedInt8 | None:
     if prepared.manifest_sha256 != manifest_hash(artifact_dir):
         return None  # the artifact was exported anew since
     return prepared
+
+
+def gate_of(prepared: PreparedInt8) -> Int8Gate:
+    """Return the decision and its figures without what binds them to files."""
+    return Int8Gate.model_validate(prepared.model_dump(include=set(Int8Gate.model_fields)))
 
 
 def write_prepared(artifact_dir: Path, prepared: PreparedInt8) -> None:

@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry
 
 from services.api.serving.admission import check_memory
 from services.api.serving.batcher import Batcher
-from services.api.serving.follower import Follower, Report
+from services.api.serving.follower import Follower
+from services.api.serving.gate import gate_of, read_prepared
 from services.api.serving.measures import Measures
 from services.api.serving.prediction import Prediction
 from services.api.serving.preparing import Preparer
-from services.api.serving.promoted import Promoted
+from services.api.serving.promoted import NoReports, Promoted, Reports
 from services.api.serving.settings import ServingSettings
 from services.api.serving.shadow import Shadow
 from services.api.serving.slot import ActiveStudent, Slot
@@ -37,11 +38,12 @@ class Predictor:
         *,
         promotions: Callable[[], Sequence[Promoted]],
         registry: CollectorRegistry | None = None,
-        report_refused: Report | None = None,
+        reports: Reports | None = None,
     ) -> None:
         self.settings = settings or ServingSettings()
         self.slot = Slot()
         self._measures = Measures(registry)
+        self._reports = reports or NoReports()
         self.batcher = Batcher(self.slot, self.settings, measures=self._measures)
         self._follower = Follower(
             self.slot,
@@ -49,10 +51,10 @@ class Predictor:
             load=self._load,
             poll_seconds=self.settings.poll_seconds,
             measures=self._measures,
-            report_refused=report_refused,
+            reports=self._reports,
             on_swapped=self._swapped,
         )
-        self._preparer = Preparer(self.settings, on_passed=self._follower.reload)
+        self._preparer = Preparer(self.settings, on_prepared=self._prepared)
         self._shadow = Shadow(self.slot, self.batcher, self.settings, measures=self._measures)
 
     def start(self) -> None:
@@ -88,7 +90,20 @@ class Predictor:
         return predictions
 
     def _swapped(self, promoted: Promoted) -> None:
+        self._report_gate(promoted)  # it may have been prepared by hand
         self._preparer.consider(promoted)
+
+    def _prepared(self, promoted: Promoted) -> None:
+        if self._report_gate(promoted):
+            self._follower.reload(promoted.model_id)
+
+    def _report_gate(self, promoted: Promoted) -> bool:
+        """Tell what the gate says of 8 bits, and return whether it lets them serve."""
+        prepared = read_prepared(promoted.directory)
+        if prepared is None:
+            return False
+        self._reports.prepared(promoted, gate_of(prepared))
+        return prepared.passed
 
     def _load(self, promoted: Promoted) -> ActiveStudent:
         check_memory(promoted.directory, self.settings)

@@ -17,12 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.api.serving.gate import (
-    HeadComparison,
-    PreparedInt8,
-    manifest_hash,
-    write_prepared,
-)
+from services.api.serving.gate import PreparedInt8, manifest_hash, write_prepared
 from services.api.serving.int8 import Conversions
 from services.api.serving.layout import take_heads, why_not
 from services.api.serving.loading import DEFAULT_MAX_LENGTH, choose_dtype
@@ -34,6 +29,7 @@ from services.api.serving.smoothing import largest_activations, smooth
 from services.api.serving.threads import use_threads
 from services.api.serving.transformers_engine import TransformersEngine
 from services.shared.datasets.card import Head, Split
+from services.shared.jobs.promotion import HeadComparison
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.calibration import Calibration
 from services.shared.model.metrics import head_metrics, labelled, predict

@@ -23,18 +23,18 @@ _LOWEST_PRIORITY = "19"
 
 
 class Preparer:
-    """Prepares what is worth it and says which models passed their gate."""
+    """Prepares what is worth it and says what was prepared; the gate's word lies beside the artifact."""
 
     def __init__(
         self,
         settings: ServingSettings,
         *,
-        on_passed: Callable[[str], None],
+        on_prepared: Callable[[Promoted], None],
         python: str = sys.executable,
     ) -> None:
         self._settings = settings
         self._python = python
-        self._on_passed = on_passed
+        self._on_prepared = on_prepared
         self._queue: SimpleQueue[Promoted | None] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
@@ -67,8 +67,8 @@ class Preparer:
                 log.error("prepare_failed", model_id=promoted.model_id, why=str(error))
                 continue
             log.info("prepared", model_id=promoted.model_id, passed=code == 0, exit_code=code)
-            if code == 0:
-                self._on_passed(promoted.model_id)
+            if read_prepared(promoted.directory) is not None:
+                self._on_prepared(promoted)
 
     def _run(self, promoted: Promoted) -> int:
         command = [self._python, "-m", "services.api.serving.prepare"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from services.shared.jobs.promotion import Int8Gate
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,35 @@ class Promoted:
     version: str
     directory: Path
     dataset_dir: Path | None = None  # whose held-out texts an 8-bit engine is compared on
+
+
+class Reports(Protocol):
+    """Who is told what became of promotions. Called by several threads; nothing is waited for."""
+
+    def served(self, promoted: Promoted, *, engine: str) -> None:
+        """Hear that the promoted student serves."""
+        ...
+
+    def refused(self, promoted: Promoted, why: str, *, transient: bool) -> None:
+        """Hear that it may not serve, or not now."""
+        ...
+
+    def prepared(self, promoted: Promoted, gate: Int8Gate) -> None:
+        """Hear whether it may serve in 8 bits."""
+        ...
+
+
+class NoReports:
+    """Tells nobody."""
+
+    def served(self, promoted: Promoted, *, engine: str) -> None:
+        """Keep it to oneself."""
+
+    def refused(self, promoted: Promoted, why: str, *, transient: bool) -> None:
+        """Keep it to oneself."""
+
+    def prepared(self, promoted: Promoted, gate: Int8Gate) -> None:
+        """Keep it to oneself."""
 
 
 class StudentRefused(Exception):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 from sqlalchemy.orm import Session
 
+from services.shared.jobs import serving_rows
 from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidInput, NotFound
 from services.shared.jobs.ids import model_id_of, new_id
 from services.shared.jobs.paging import checked_limit, cursor_seq
-from services.shared.jobs.promotion import evaluate_gate
+from services.shared.jobs.promotion import Int8Gate, evaluate_gate
 from services.shared.jobs.rundir import Report
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, job_spec
@@ -57,7 +59,7 @@ def view(session: Session, model_id: str, *, settings: JobSettings) -> ModelView
         select(ModelRow).where((ModelRow.id == model_id) | (ModelRow.job_id == model_id))
     )
     if row is not None:
-        return _view(row, settings)
+        return _views(session, [row], settings)[0]
     state = session.scalar(select(JobRow.state).where(JobRow.id == model_id))
     if state is None:
         raise NotFound("model", model_id)
@@ -79,7 +81,7 @@ def list_page(
     if cursor is not None:
         query = query.where(ModelRow.id < cursor)
     rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
-    items = [_view(row, settings) for row in rows[:limit]]
+    items = _views(session, rows[:limit], settings)
     return Page(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
 
 
@@ -115,7 +117,7 @@ def promotions(
     if before is not None:
         query = query.where(PromotionRow.seq < before)
     rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
-    items = [PromotionView.model_validate(row, from_attributes=True) for row in rows[:limit]]
+    items = _promotion_views(session, rows[:limit])
     return Page(items=items, next_cursor=str(items[-1].seq) if len(rows) > limit else None)
 
 
@@ -127,7 +129,13 @@ def active(session: Session, alias: str) -> PromotionView | None:
         .order_by(PromotionRow.seq.desc())
         .limit(1)
     )
-    return None if row is None else PromotionView.model_validate(row, from_attributes=True)
+    return None if row is None else _promotion_views(session, [row])[0]
+
+
+def set_int8_gate(session: Session, model_id: str, gate: Int8Gate) -> None:
+    """Keep the decision and its figures in the model's row; the last preparation counts."""
+    values = {"int8_gate": gate.model_dump(mode="json")}
+    session.execute(update(ModelRow).where(ModelRow.id == model_id).values(values))
 
 
 def _append(
@@ -138,9 +146,27 @@ def _append(
         .values(id=new_id("prm"), alias=alias, model_id=model_id, forced=forced, reason=reason)
         .returning(PromotionRow)
     ).one()
-    return PromotionView.model_validate(row, from_attributes=True)
+    return _promotion_views(session, [row])[0]
 
 
-def _view(row: ModelRow, settings: JobSettings) -> ModelView:
-    known = {name: getattr(row, name) for name in ModelView.model_fields if name != "path"}
-    return ModelView(**known, path=settings.model_dir(row.id))
+def _views(session: Session, rows: Sequence[ModelRow], settings: JobSettings) -> list[ModelView]:
+    serving = serving_rows.of_models(session, [row.id for row in rows])
+    elsewhere = {"path", "serving"}
+    names = [name for name in ModelView.model_fields if name not in elsewhere]
+    return [
+        ModelView(
+            **{name: getattr(row, name) for name in names},
+            serving=serving[row.id],
+            path=settings.model_dir(row.id),
+        )
+        for row in rows
+    ]
+
+
+def _promotion_views(session: Session, rows: Sequence[PromotionRow]) -> list[PromotionView]:
+    serving = serving_rows.newest(session, [row.id for row in rows])
+    names = [name for name in PromotionView.model_fields if name != "serving"]
+    return [
+        PromotionView(**{name: getattr(row, name) for name in names}, serving=serving.get(row.id))
+        for row in rows
+    ]

@@ -1,4 +1,5 @@
-"""The gate: how much of its teacher a student must have kept to be promoted without force."""
+"""The gates: how much of its teacher a student must have kept to be promoted without force, and how
+much of itself to be served in 8 bits."""
 
 from __future__ import annotations
 
@@ -29,6 +30,28 @@ class GateResult(BaseModel):
     min_macro_f1_share: float
     heads: dict[str, HeadGate]
     message: str
+
+
+class HeadComparison(BaseModel):
+    """One head: 8-bit answers against those in float32, on the same held-out texts."""
+
+    model_config = ConfigDict(frozen=True)
+
+    texts: int
+    agreement: float
+    macro_f1: float
+    macro_f1_float32: float
+    passed: bool
+
+
+class Int8Gate(BaseModel):
+    """Whether a student may serve in 8 bits, and the figures that decided."""
+
+    model_config = ConfigDict(frozen=True)
+
+    passed: bool
+    calibration_texts: int
+    heads: dict[str, HeadComparison]
 
 
 def evaluate_gate(gate: Gate, evaluation: dict[str, Any]) -> GateResult:

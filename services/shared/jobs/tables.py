@@ -6,12 +6,13 @@ attempts    one row per claim of a job by a worker
 events      what happened to a job, in order; read by the event stream
 models      one row per successful job
 promotions  appended only: which model an alias serves from then on
+servings    appended only: what became of a promotion when the API loaded the model
 """
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import (
     BigInteger,
@@ -231,6 +232,7 @@ class ModelRow(Table):
     manifest_sha256: Mapped[str | None]
     metrics: Mapped[dict[str, Any]]  # rundir.Report.evaluation
     gate: Mapped[dict[str, Any] | None]  # promotion.GateResult
+    int8_gate: Mapped[dict[str, Any] | None]  # promotion.Int8Gate, once it was prepared for 8 bits
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (
@@ -255,4 +257,26 @@ class PromotionRow(Table):
     __table_args__ = (
         CheckConstraint("NOT forced OR reason IS NOT NULL", name="force_has_a_reason"),
         Index("promotions_alias_seq_idx", "alias", "seq"),
+        Index("promotions_model_id_idx", "model_id"),
+    )
+
+
+class ServingRow(Table):
+    """One process of the API serves a promotion, or refuses to; a trigger refuses UPDATE and DELETE."""
+
+    __tablename__ = "servings"
+
+    seq: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    promotion_id: Mapped[str] = mapped_column(ForeignKey("promotions.id"))
+    outcome: Mapped[Literal["served", "refused"]] = mapped_column(CleanText)
+    engine: Mapped[str | None]  # that serves it
+    why: Mapped[str | None]  # it was refused
+    transient: Mapped[bool]  # it is tried again
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (
+        CheckConstraint("outcome IN ('served', 'refused')", name="outcome_known"),
+        CheckConstraint("(outcome = 'served') = (engine IS NOT NULL)", name="served_by_an_engine"),
+        CheckConstraint("(outcome = 'refused') = (why IS NOT NULL)", name="refused_for_a_reason"),
+        Index("servings_promotion_id_seq_idx", "promotion_id", "seq"),
     )

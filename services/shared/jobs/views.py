@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.measured import RankMemory, side_by_side
 from services.shared.jobs.outcome import Outcome
-from services.shared.jobs.promotion import GateResult
+from services.shared.jobs.promotion import GateResult, Int8Gate
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Phase, Reason
 
@@ -126,6 +126,16 @@ class EventView(_View):
     created_at: datetime
 
 
+class ServingView(_View):
+    """What became of a promotion when the API loaded its model."""
+
+    outcome: Literal["served", "refused"]
+    engine: str | None  # that serves it
+    why: str | None  # it was refused
+    transient: bool  # refused for now: it is tried again
+    created_at: datetime
+
+
 class ModelView(_View):
     """A trained model and where it came from."""
 
@@ -141,12 +151,14 @@ class ModelView(_View):
     manifest_sha256: str | None
     metrics: dict[str, Any]
     gate: GateResult | None  # None for teachers: nothing to compare with
+    int8_gate: Int8Gate | None  # None until the model was prepared for serving in 8 bits
+    serving: dict[str, ServingView]  # by alias: of the model's newest promotion to it
     path: Path  # directory of the artifact
     created_at: datetime
 
 
 class PromotionView(_View):
-    """From `created_at` on, `alias` serves `model_id`."""
+    """From `created_at` on, `alias` serves `model_id`, unless `serving` says that it was refused."""
 
     id: str
     seq: int
@@ -154,6 +166,7 @@ class PromotionView(_View):
     model_id: str
     forced: bool
     reason: str | None
+    serving: ServingView | None = None  # the last word; None until an API has loaded the model
     created_at: datetime
 
 

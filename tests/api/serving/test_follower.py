@@ -9,6 +9,7 @@ import pytest
 from services.api.serving.follower import RETRY_SECONDS, Follower
 from services.api.serving.promoted import Promoted, StudentRefused
 from services.api.serving.slot import Slot
+from services.shared.jobs.promotion import Int8Gate
 
 
 def promotion(number: int, model: str, *, alias: str = "default") -> Promoted:
@@ -24,6 +25,7 @@ class Registry:
         self.broken: dict[str, Exception] = {}
         self.now = 0.0
         self.refusals: list[tuple[str, str]] = []
+        self.told: list[tuple[str, str]] = []
         self.on_load = lambda: None
         self._new_student = new_student
 
@@ -37,13 +39,22 @@ class Registry:
             raise self.broken[promoted.model_id]
         return self._new_student(version=promoted.version)
 
+    def served(self, promoted: Promoted, *, engine: str) -> None:
+        self.told.append((promoted.promotion_id, engine))
+
+    def refused(self, promoted: Promoted, why: str, *, transient: bool) -> None:
+        self.refusals.append((promoted.promotion_id, why))
+
+    def prepared(self, promoted: Promoted, gate: Int8Gate) -> None:
+        raise AssertionError("the follower prepares nothing")
+
     def follower(self, slot: Slot) -> Follower:
         return Follower(
             slot,
             promotions=lambda: list(self.promotions),
             load=self.load,
             poll_seconds=0.01,
-            report_refused=lambda promoted, why: self.refusals.append((promoted.promotion_id, why)),
+            reports=self,
             clock=lambda: self.now,
         )
 
@@ -69,6 +80,7 @@ def test_the_newest_promotion_serves_and_is_loaded_once(registry: Registry) -> N
     assert follower.look()
     assert serving(slot) == "b"
     assert registry.loaded == ["a", "b"]
+    assert registry.told == [("prm_1", "counting"), ("prm_2", "counting")]
 
 
 def test_promoting_the_former_model_again_rolls_back(registry: Registry) -> None:
@@ -185,6 +197,7 @@ def test_a_reload_replaces_the_student_on_every_alias_it_serves(registry: Regist
     assert slot.active() is not former
     assert former is not None
     assert former.closed.wait(20)
+    assert sorted(registry.told[2:]) == [("prm_1", "counting"), ("prm_2", "counting")]
 
 
 def test_a_reload_that_is_refused_leaves_the_student_in_place(registry: Registry) -> None:
@@ -197,3 +210,4 @@ def test_a_reload_that_is_refused_leaves_the_student_in_place(registry: Registry
     follower.reload("a")
     assert not follower.look()
     assert slot.active() is former
+    assert registry.refusals == []  # the promotion serves as before

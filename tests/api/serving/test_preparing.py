@@ -1,18 +1,40 @@
 """Which students are prepared for 8-bit serving, and what follows."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.api.serving.gate import prepared_weights, read_prepared
+from services.api.serving.gate import (
+    PreparedInt8,
+    manifest_hash,
+    prepared_weights,
+    read_prepared,
+    write_prepared,
+)
+from services.api.serving.predictor import Predictor
 from services.api.serving.preparing import Preparer, is_worth_preparing
-from services.api.serving.promoted import Promoted
+from services.api.serving.promoted import NoReports, Promoted
 from services.api.serving.settings import EngineChoice, ServingSettings
+from services.shared.jobs.promotion import Int8Gate
 
 SETTINGS = ServingSettings(prepare_int8_from_bytes=100)
+
+
+def leave_report(promoted: Promoted, *, passed: bool) -> None:
+    """Write what a preparation leaves beside its artifact."""
+    weights = prepared_weights(promoted.directory)
+    weights.parent.mkdir()
+    weights.write_bytes(b"")
+    report = PreparedInt8(
+        manifest_sha256=manifest_hash(promoted.directory),
+        weights_sha256="",
+        calibration_texts=1,
+        heads={},
+        passed=passed,
+    )
+    write_prepared(promoted.directory, report)
 
 
 @pytest.fixture
@@ -52,34 +74,64 @@ def test_it_cannot_be_compared_without_its_dataset(promoted: Promoted) -> None:
 
 
 def test_what_was_tried_is_not_tried_again_unless_exported_anew(promoted: Promoted) -> None:
-    weights = prepared_weights(promoted.directory)
-    weights.parent.mkdir()
-    weights.write_bytes(b"")
-    manifest = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"  # of "{}"
-    report = {"manifest_sha256": manifest, "weights_sha256": "", "calibration_texts": 1}
-    report |= {"heads": {}, "passed": False}
-    weights.with_suffix(".json").write_text(json.dumps(report))
+    leave_report(promoted, passed=False)
     assert read_prepared(promoted.directory) is not None
     assert not is_worth_preparing(promoted, SETTINGS)
     (promoted.directory / "manifest.json").write_text('{"again": true}')
     assert is_worth_preparing(promoted, SETTINGS)
 
 
-@pytest.mark.parametrize(("python", "told"), [("true", ["mdl_1"]), ("false", [])])
-def test_only_what_passed_is_told(promoted: Promoted, python: str, told: list[str]) -> None:
-    passed: list[str] = []
-    preparer = Preparer(SETTINGS, on_passed=passed.append, python=python)
+@pytest.mark.parametrize("passed", [True, False])
+def test_what_was_prepared_is_told_whether_it_passed_or_not(
+    promoted: Promoted, tmp_path: Path, passed: bool
+) -> None:
+    leave_report(promoted, passed=passed)
+    prepared = prepared_weights(promoted.directory).parent
+    prepared.rename(tmp_path / "report")
+    script = tmp_path / "prepare"
+    script.write_text(f'#!/bin/sh\nmv "{tmp_path}/report" "$3/prepared"\n')
+    script.chmod(0o755)
+    assert work_off(promoted, python=str(script)) == [promoted]
+
+
+def test_a_preparation_that_leaves_nothing_is_not_told(promoted: Promoted) -> None:
+    assert work_off(promoted, python="true") == []
+
+
+def work_off(promoted: Promoted, *, python: str) -> list[Promoted]:
+    told: list[Promoted] = []
+    preparer = Preparer(SETTINGS, on_prepared=told.append, python=python)
     preparer.start()
     preparer.consider(promoted)
-    preparer.consider(promoted)  # the first left no trace, so it is tried again
     preparer._queue.put(None)
     preparer._thread.join(60)
     assert not preparer._thread.is_alive()
-    assert passed == told * 2
+    return told
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_the_gate_is_reported_and_only_what_passed_is_loaded_again(
+    promoted: Promoted, passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates: list[tuple[str, Int8Gate]] = []
+    loaded: list[str] = []
+
+    class Reports(NoReports):
+        def prepared(self, promoted: Promoted, gate: Int8Gate) -> None:
+            gates.append((promoted.model_id, gate))
+
+    predictor = Predictor(SETTINGS, promotions=list, reports=Reports())
+    monkeypatch.setattr(predictor._follower, "reload", loaded.append)
+    predictor._prepared(promoted)
+    assert (gates, loaded) == ([], [])  # nothing was left beside the artifact
+    leave_report(promoted, passed=passed)
+    predictor._prepared(promoted)
+    assert gates == [("mdl_1", Int8Gate(passed=passed, calibration_texts=1, heads={}))]
+    assert loaded == (["mdl_1"] if passed else [])
 
 
 def test_a_preparation_that_cannot_start_is_survived(promoted: Promoted) -> None:
-    preparer = Preparer(SETTINGS, on_passed=lambda _: None, python="/no/such/python")
+    preparer = Preparer(SETTINGS, on_prepared=lambda _: None, python="/no/such/python")
     preparer.start()
     preparer.consider(promoted)
     preparer.stop(timeout_seconds=30)
@@ -90,7 +142,7 @@ def test_stopping_ends_a_preparation_under_way(promoted: Promoted, tmp_path: Pat
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\ntouch $3/started\nexec sleep 600\n")
     slow.chmod(0o755)
-    preparer = Preparer(SETTINGS, on_passed=lambda _: None, python=str(slow))
+    preparer = Preparer(SETTINGS, on_prepared=lambda _: None, python=str(slow))
     preparer.start()
     preparer.consider(promoted)
     while not (promoted.directory / "started").exists():
