@@ -83,6 +83,35 @@ bench-distil: $(INSTALLED) ## Measure what distillation is worth on the reviews 
 bench-serving: $(INSTALLED) ## Measure serving against other servers (minutes; 2 GB in .stillhouse/bench)
 	$(BIN)/python tests/bench/serving.py $(ARGS)
 
+.PHONY: bench-queue
+bench-queue: $(INSTALLED) ## Measure the API and the store with ten thousand queued jobs (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.job_queue --write docs/queue.md $(ARGS)
+
+FUZZ := .stillhouse/fuzz/venv
+
+$(FUZZ)/.installed: tests/fuzz/requirements.txt constraints.txt | python
+	@test -x $(FUZZ)/bin/python || $(PYTHON) -m venv $(FUZZ)
+	@$(FUZZ)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/fuzz/requirements.txt
+	@touch $@
+
+.PHONY: fuzz
+fuzz: $(INSTALLED) $(FUZZ)/.installed ## Send thousands of odd requests to every route of a running API (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(FUZZ)/bin/schemathesis $(ARGS)
+
+AUDIT := .stillhouse/audit/venv
+
+$(AUDIT)/.installed: | python
+	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	@touch $@
+
+.PHONY: audit
+audit: $(AUDIT)/.installed ## Ask the advisory database about every pinned version (needs the network)
+	@# --strict: a package that the database could not be asked about is a failure, not a pass.
+	for pins in constraints.txt constraints.compat.txt tests/fuzz/requirements.txt; do \
+	  $(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r $$pins $(ARGS); \
+	done
+
 .PHONY: clean
 clean: ## Remove the virtual environment and caches (data directories stay)
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

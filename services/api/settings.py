@@ -30,6 +30,9 @@ class ApiSettings(JobSettings):
     validations_at_once: int = Field(
         2, gt=0, description="Uploads that are read row by row at the same time; the others wait."
     )
+    validation_memory_bytes: int = Field(
+        2048 * MIB, ge=512 * MIB, description="What a process that reads a Parquet upload may map."
+    )
     predict_per_second: float = Field(
         1000.0,
         ge=0,

@@ -21,6 +21,9 @@ from services.api.deps import Cursor, DatasetId, Limit, Parts, PartsDep
 from services.api.errors import ProblemError, invalid
 from services.api.keys import Scope, requires
 from services.api.openapi import links, problems
+from services.api.settings import ApiSettings
+from services.shared.datasets.card import DatasetCard
+from services.shared.datasets.confined import ingest_confined
 from services.shared.datasets.ingest import ingest
 from services.shared.datasets.upload import Format, Layout, format_of
 from services.shared.jobs.ids import new_id
@@ -161,16 +164,30 @@ def _store(file: UploadFile, form: DatasetForm, *, parts: Parts) -> DatasetView:
     with tempfile.NamedTemporaryFile(dir=settings.uploads_dir, suffix=f".{format}") as copy:
         shutil.copyfileobj(file.file, copy, 1024 * 1024)
         copy.flush()
-        card = ingest(
-            Path(copy.name),
-            format=format,
-            layout=form,
-            id=dataset_id,
-            name=name,
-            datasets_dir=settings.datasets_dir,
+        card = _ingest(
+            Path(copy.name), format=format, layout=form, id=dataset_id, name=name, settings=settings
         )
     try:
         return parts.store.add_dataset(card)
     except BaseException:
         shutil.rmtree(settings.dataset_dir(dataset_id), ignore_errors=True)
         raise
+
+
+def _ingest(
+    upload: Path, *, format: Format, layout: Layout, id: str, name: str, settings: ApiSettings
+) -> DatasetCard:
+    directory = settings.datasets_dir
+    if format is not Format.PARQUET:
+        return ingest(
+            upload, format=format, layout=layout, id=id, name=name, datasets_dir=directory
+        )
+    return ingest_confined(
+        upload,
+        format=format,
+        layout=layout,
+        id=id,
+        name=name,
+        datasets_dir=directory,
+        memory_bytes=settings.validation_memory_bytes,
+    )

@@ -31,10 +31,10 @@ def list_models(
     "/models/{model_id}",
     operation_id="get_model",
     dependencies=[Depends(requires(None))],
-    responses=problems(404),
+    responses=problems(404, 409),
 )
 def get_model(model_id: ModelId, parts: PartsDep) -> ModelView:
-    """Show a model: heads, metrics, gate, and where it came from."""
+    """Show a model, by its id or its job's: heads, metrics, gate, and where it came from."""
     return parts.store.model(model_id)
 
 

@@ -18,9 +18,11 @@ from services.shared.datasets.upload import Fault, Format
 # its labels in any script. A longer line is a file of another kind.
 MAX_LINE_BYTES = 4 * 2**20
 
-# What Parquet may unpack to: a small file that claims more was made to fill the memory.
+# What Parquet may unpack to: a small file that claims more was made to fill the memory. One that claims
+# less than it unpacks to meets the limits of the process that reads it (confined.py).
 MAX_UNPACKED_BYTES = 16 * 2**30
-_PARQUET_ROWS = 1024
+MAX_PARQUET_ROWS = 20_000_000  # a repeated row takes no space, but time
+_PARQUET_ROWS = 128  # of the longest texts, what 128 MB hold
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -164,6 +166,8 @@ def _read_parquet(path: Path, *, columns: list[str]) -> Iterator[Record | Fault]
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted):
                 yield from _batch_records(batch, first_row)
                 first_row += batch.num_rows
+    except MemoryError:  # Arrow's own is an ArrowException too
+        raise
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: names not in UTF-8
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's fault, not the file's
@@ -178,6 +182,8 @@ def _parquet_fault(file: pq.ParquetFile, columns: list[str]) -> Fault | None:
         return Fault(line=None, field=twice[0], message="there are two columns of this name")
     if columns[0] not in names:
         return _no_column(columns[0], names, line=None)
+    if file.metadata.num_rows > MAX_PARQUET_ROWS:
+        return Fault(line=None, field=None, message=f"has more than {MAX_PARQUET_ROWS:,} rows")
     groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
     if sum(group.total_byte_size for group in groups) > MAX_UNPACKED_BYTES:
         message = f"unpacks to more than {MAX_UNPACKED_BYTES:,} bytes"

@@ -1,0 +1,116 @@
+"""Schemathesis over the whole API, against the real thing: `make fuzz`.
+
+    python -m tests.fuzz.run SCHEMATHESIS [--examples N] [--seed N] [--directory DIR]
+
+SCHEMATHESIS is its program, in an environment of its own. The counts come from the API's own metrics.
+Ends with 1 where a check failed, an answer was a 5xx that is no 503, or requests were too few.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from services.api.errors import TITLES
+from tests.fuzz.api_alone import ApiAlone, api_alone
+from tests.fuzz.seed import Seeds, seed
+
+HERE = Path(__file__).parent
+FEWEST_REQUESTS = 5000
+SETTINGS = {
+    # The fuzzer is one key that asks as fast as it can, and tries wrong ones too.
+    "requests_per_second": "0",
+    "predict_per_second": "0",
+    "wrong_keys_per_minute": "0",
+    # A stream of a job that nobody runs would have no end.
+    "event_stream_seconds": "0.1",
+    "event_poll_seconds": "0.05",
+    "upload_limit_bytes": str(2**20),
+}
+
+
+def main() -> None:
+    """Start, fill, fuzz, count, stop."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("schemathesis", type=Path)
+    parser.add_argument("--examples", type=int, default=100, help="Of each operation and phase.")
+    parser.add_argument("--seed", type=int, help="Repeats a run; random if left out.")
+    parser.add_argument("--directory", type=Path, default=Path(".stillhouse/fuzz/platform"))
+    options = parser.parse_args()
+    shutil.rmtree(options.directory, ignore_errors=True)
+    with api_alone(options.directory, **SETTINGS) as api:
+        seeds = seed(api)
+        before = statuses(api)
+        code = fuzz(api, seeds, options)
+        found = statuses(api) - before
+    crashes = [line for line in api.log.read_text().splitlines() if "request_failed" in line]
+    total = sum(found.values())
+    print(f"\nThe API answered {total} requests:", dict(sorted(found.items())))
+    print(f"Requests that broke something on the server: {len(crashes)} (in {api.log})")
+    broken = sum(count for status, count in found.items() if status >= 500 and status != 503)
+    if code or broken or crashes or total < FEWEST_REQUESTS:
+        sys.exit(f"fuzz: failed (schemathesis ended with {code}, {broken} answers were 5xx)")
+    print("fuzz: passed")
+
+
+def fuzz(api: ApiAlone, seeds: Seeds, options: argparse.Namespace) -> int:
+    """Run schemathesis with every phase and check; return its exit code."""
+    directory = api.log.parents[1].resolve()
+    config = directory / "schemathesis.toml"
+    config.write_text((HERE / "schemathesis.toml").read_text() + _dictionaries(seeds))
+    command = [str(options.schemathesis.absolute()), "--config-file", str(config), "run"]
+    command += [f"{api.url}/openapi.json", "--header", f"Authorization: Bearer {api.key}"]
+    command += [
+        "--checks",
+        "all",
+        "--mode",
+        "all",
+        "--phases",
+        "examples,coverage,fuzzing,stateful",
+    ]
+    command += ["--max-examples", str(options.examples), "--no-color"]
+    command += ["--report", "json", "--report-dir", str(directory / "report")]
+    if options.seed is not None:
+        command += ["--seed", str(options.seed)]
+    kinds = {slug: status for slug, (status, _) in TITLES.items()}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(HERE.parents[1]),
+        "SCHEMATHESIS_HOOKS": "tests.fuzz.problem_check",
+        "FUZZ_PROBLEM_KINDS": json.dumps(kinds),
+    }
+    # Its notes for `st replay` stay in the working directory.
+    return subprocess.run(command, env=env, cwd=directory, check=False).returncode
+
+
+def _dictionaries(seeds: Seeds) -> str:
+    values = {
+        "job_ids": seeds.job_ids,
+        "dataset_ids": [seeds.dataset_id],
+        "model_ids": [seeds.model_id, *seeds.job_ids],
+    }
+    # A JSON list of plain strings is a TOML array.
+    return "".join(f"\n[dictionaries.{n}]\nvalues = {json.dumps(v)}\n" for n, v in values.items())
+
+
+def statuses(api: ApiAlone) -> Counter[int]:
+    """Return how many requests the API says it has answered, by status."""
+    with api.client() as client:
+        text = client.get("/metrics").text
+    found: Counter[int] = Counter()
+    for status, count in re.findall(
+        r'^stillhouse_http_requests_total\{.*status="(\d+)".*\} ([0-9.e+]+)$', text, re.MULTILINE
+    ):
+        found[int(status)] += int(float(count))
+    return found
+
+
+if __name__ == "__main__":
+    main()
