@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Annotated, Any, get_type_hints
 
 from fastapi import Depends, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -126,6 +128,9 @@ def _read(content: bytes, *, media_type: str, body_type: TypeAdapter[Any], most_
 
 
 def _parsed(content: bytes) -> Any:
+    with suppress(ValueError):
+        return from_json(content, cache_strings="keys")  # 5 MB in 1 ms, where json takes 20
+    # Not what JSON should be; json knows where, and lets some through that the screen tells of.
     try:
         return json.loads(content)
     except json.JSONDecodeError as error:

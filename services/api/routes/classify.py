@@ -36,7 +36,7 @@ class ClassifyRequest(BaseModel):
     model: Annotated[str, Field(max_length=200)] | None = Field(
         None, description="Name, version or alias of the model that serves; checked if given."
     )
-    input: str | Annotated[list[str], Field(min_length=1)]
+    input: str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
     truncate_prompt_tokens: Literal[-1] | None = Field(
         None, description="-1 cuts longer texts to the model's length."
     )

@@ -1,0 +1,106 @@
+"""Bad requests get their problem and cost the good ones nothing, over a real server process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from services.shared.model.tokens import train_tokenizer
+from tests.api.serving.bad_traffic import EXPECTED, LIMIT
+
+ROOT = Path(__file__).parents[3]
+SERVER = ROOT / "tests" / "bench" / "serve_student.py"
+BAD_TRAFFIC = Path(__file__).parent / "bad_traffic.py"
+GOOD = [f"good text number {number}, about rooms and batteries" for number in range(50)]
+
+ROUNDS = 3  # of quiet traffic and mixed traffic, in turns
+QUIET_REQUESTS = 100
+INTERVAL_SECONDS = 0.005
+# The slowest legitimate work is parsing a body of 5 MB (20 ms); a text of 5 MB tokenised on the loop
+# stands in everybody's way for two seconds. Tests share their cores, hence the floor.
+MOST_OVER_QUIET = 20
+FLOOR_SECONDS = 0.3
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    """A server with a real tokenizer, an engine that answers at once, and room for a body of 8 MB."""
+    train_tokenizer(GOOD, vocab_size=400, directory=tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"STILLHOUSE_JSON_LIMIT_BYTES": str(LIMIT)}
+    command = [sys.executable, str(SERVER), str(tmp_path), str(port), "--null"]
+    with subprocess.Popen(command, env=environment | {"PYTHONPATH": str(ROOT)}) as server:
+        try:
+            deadline = time.monotonic() + 120
+            while not _answers(port):
+                assert server.poll() is None, "the server did not start"
+                assert time.monotonic() < deadline, "the server does not answer"
+                time.sleep(0.1)
+            yield port
+        finally:
+            server.terminate()
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        _ask(connection, GOOD[0])
+        return True
+    return False
+
+
+def test_bad_requests_do_not_stall_the_good_ones(port: int) -> None:
+    quiet, mixed = [], []
+    for _ in range(ROUNDS):
+        countdown = iter(range(QUIET_REQUESTS))
+        quiet += ask_while(port, lambda left=countdown: next(left, None) is not None)
+        command = [sys.executable, str(BAD_TRAFFIC), str(port), "1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bad:
+            mixed += ask_while(port, lambda bad=bad: bad.poll() is None)
+            assert bad.stdout is not None
+            found = json.loads(bad.stdout.read())
+        assert found == {kind: [status] for kind, status in EXPECTED.items()}
+    assert len(mixed) >= 100
+    allowed = max(MOST_OVER_QUIET * _p99(quiet), FLOOR_SECONDS)
+    print(f"p99 quiet {_p99(quiet):.4f} s, mixed {_p99(mixed):.4f} s of {len(mixed)} requests")
+    assert _p99(mixed) <= allowed
+
+
+def ask_while(port: int, goes_on: Callable[[], bool]) -> list[float]:
+    """Ask a good text every INTERVAL_SECONDS and return how long each waited for its answer.
+
+    Counted from when it was due, so that a stall counts for all texts that were due meanwhile.
+    """
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    seconds: list[float] = []
+    due = time.perf_counter()
+    while goes_on():
+        time.sleep(max(0.0, due - time.perf_counter()))
+        _ask(connection, GOOD[len(seconds) % len(GOOD)])
+        seconds.append(time.perf_counter() - due)
+        due += INTERVAL_SECONDS
+    connection.close()
+    return seconds
+
+
+def _ask(connection: HTTPConnection, text: str) -> None:
+    body = json.dumps({"inputs": text})
+    connection.request("POST", "/predict", body, {"content-type": "application/json"})
+    response = connection.getresponse()
+    answer = response.read()
+    assert response.status == 200, answer
+
+
+def _p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(0.99 * (len(seconds) - 1))]
