@@ -10,20 +10,15 @@ from pydantic import BaseModel
 from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.errors import Conflict, InvalidInput, NotFound
 from services.shared.jobs.places import resolve_model
-from services.shared.jobs.planning import (
-    JobPlan,
-    Unplanned,
-    engine_of,
-    machine_of,
-    plan_job,
-    shape_of,
-)
+from services.shared.jobs.planning import JobPlan, Unplanned, engine_of, machine_of, plan_job
 from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.shapes import Teacher, read_teacher, shape_of, student_shape
 from services.shared.jobs.spec import DistillSpec, ModelSource, TeacherSpec
 from services.shared.jobs.store import Store
 from services.shared.memory import errors as memory_errors
 from services.shared.memory.layers import check_planned
-from services.shared.memory.shape import Shape, from_pretrained_directory
+from services.shared.memory.rungs import TEACHER_PLACEMENT
+from services.shared.memory.shape import Shape
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +44,7 @@ class Planner:
             if isinstance(spec, DistillSpec):
                 part = "teacher"
                 teacher = self._teacher(spec, chained, classes)
-                check_planned(teacher.dims)
+                check_planned(teacher.shape.dims)
                 part = "student"
             model = self._model(source, teacher, classes, field=part)
             check_planned(model.dims)
@@ -84,22 +79,22 @@ class Planner:
         ]
 
     def _model(
-        self, source: ModelSource, teacher: Shape | None, classes: list[int], *, field: str
+        self, source: ModelSource, teacher: Teacher | None, classes: list[int], *, field: str
     ) -> Shape:
-        if source.layers_of_teacher is not None:
-            assert teacher is not None
-            kept = -(-teacher.num_layers // source.layers_of_teacher)
-            return teacher.with_layers(kept).with_heads(classes)
         directory = self._directory(source, field=field)
-        return shape_of(source, directory=directory, classes=classes, teacher=teacher)
+        if teacher is None:
+            return shape_of(source, directory=directory, classes=classes)
+        return student_shape(source, directory=directory, classes=classes, teacher=teacher.shape)
 
-    def _teacher(self, spec: DistillSpec, chained: TeacherSpec | None, classes: list[int]) -> Shape:
+    def _teacher(
+        self, spec: DistillSpec, chained: TeacherSpec | None, classes: list[int]
+    ) -> Teacher:
         if chained is not None:
-            return self._model(chained.model, None, classes, field="teacher")
+            return Teacher(self._model(chained.model, None, classes, field="teacher"))
         named = spec.teacher
         if named.path is not None:
             directory = self._below_roots(named.path, field="teacher.path")
-            return from_pretrained_directory(directory, heads=classes)
+            return read_teacher(directory, classes=classes)
         if named.model_id is not None:
             return self._registered(named.model_id, classes, field="teacher.model_id")
         assert named.job_id is not None
@@ -116,10 +111,10 @@ class Planner:
                 f"teacher.job_id: job {job.id} distils a student that does not exist yet",
                 field="teacher.job_id",
             )
-        return self._model(job.spec.model, None, classes, field="teacher.job_id")
+        return Teacher(self._model(job.spec.model, None, classes, field="teacher.job_id"))
 
-    def _registered(self, model_id: str, classes: list[int], *, field: str) -> Shape:
-        return from_pretrained_directory(self._artifact(model_id, field=field), heads=classes)
+    def _registered(self, model_id: str, classes: list[int], *, field: str) -> Teacher:
+        return read_teacher(self._artifact(model_id, field=field), classes=classes)
 
     def _artifact(self, model_id: str, *, field: str) -> Path:
         # Through the registry, because an id from outside may as well be `../../etc`.
@@ -153,4 +148,6 @@ def _spec_field(field: str) -> str:
     """Return where a spec says what the memory plan objects to."""
     if field in ("ranks", "device", "device_memory", "host_memory"):
         return f"resources.{field}"
+    if field == TEACHER_PLACEMENT:
+        return f"distillation.{field}"
     return f"recipe.{field}" if not field.startswith("model") else field

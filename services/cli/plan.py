@@ -33,11 +33,12 @@ def plan(
 def _plan(request: PlanRequest) -> tuple[Plan, tuple[Alternative, ...], tuple[Alternative, ...]]:
     """Return the plan, what would fit if it does not comfortably, and what the host refuses."""
     shape, recipe, hardware = request.shape, request.recipe, request.hardware
-    if request.teacher_shape is not None:
-        beside = request.teacher_shape
-        return plan_distillation(beside, shape, hardware, student_recipe=recipe), (), ()
-    planned = plan_job(shape, recipe, hardware)
+    teacher = request.beside
+    if teacher is None:
+        planned = plan_job(shape, recipe, hardware)
+    else:
+        planned = plan_distillation(teacher, shape, hardware, student_recipe=recipe)
     if planned.runs and planned.verdict is Verdict.FITS:
         return planned, (), ()
-    offered = alternatives(shape, recipe, hardware)
-    return planned, offered, refused_by_host(shape, recipe, hardware)
+    offered = alternatives(shape, recipe, hardware, teacher=teacher)
+    return planned, offered, refused_by_host(shape, recipe, hardware, teacher=teacher)

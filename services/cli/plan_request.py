@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
+from services.shared.memory.beside import Beside, Placement
 from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import Hardware, find_device, machine
@@ -44,7 +45,7 @@ class PlanRequest:
     recipe: Recipe
     hardware: Hardware
     teacher: str | None
-    teacher_shape: Shape | None
+    beside: Beside | None
 
 
 def read_request(
@@ -111,6 +112,9 @@ def read_request(
     teacher: Annotated[
         str | None, typer.Option(help="Plan a distillation: the teacher beside this student.")
     ] = None,
+    teacher_placement: Annotated[
+        Placement, typer.Option(help="A teacher over all ranks, or whole on each.")
+    ] = Placement.SHARDED,
 ) -> PlanRequest:
     """Return the job that the options describe. Raises InvalidInput."""
     classes = _classes(heads)
@@ -148,7 +152,7 @@ def read_request(
             loading=loading,
         ),
         teacher=teacher,
-        teacher_shape=load(teacher, heads=classes) if teacher is not None else None,
+        beside=Beside(load(teacher, heads=classes), teacher_placement) if teacher else None,
     )
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -80,7 +81,7 @@ def prepare(request: PlanRequest) -> tuple[dict[str, Any], Plan]:
     Raises InvalidInput for what our ranks cannot do, or a dry run cannot see.
     """
     _check(request)
-    shape, teacher = _headed(request.shape), request.teacher_shape
+    shape, beside = _headed(request.shape), request.beside
     padded = request.recipe.attention_mask and request.recipe.micro_batch > 1
     recipe = as_the_ranks_run(request.recipe, shape, padded=padded, on_cpu=True)
     # A dry run takes the kernels of a CPU, and so does its plan.
@@ -96,12 +97,21 @@ def prepare(request: PlanRequest) -> tuple[dict[str, Any], Plan]:
         "accumulate": recipe.accumulate,
         "padded": padded,
     }
-    if teacher is None:
+    if beside is None:
         return job, plan(shape, recipe, cpu)
     assert request.teacher is not None
-    teacher = _headed(teacher)
-    job |= {"teacher": _config(request.teacher, teacher), "teacher_heads": list(teacher.heads)}
-    return job, plan_distillation(teacher, shape, cpu, student_recipe=recipe)
+    teacher = _headed(beside.shape)
+    beside = replace(
+        beside,
+        shape=teacher,
+        masked=as_the_ranks_run(recipe, teacher, padded=padded).attention_mask,
+    )
+    job |= {
+        "teacher": _config(request.teacher, teacher),
+        "teacher_heads": list(teacher.heads),
+        "teacher_placement": str(beside.placement),
+    }
+    return job, plan_distillation(beside, shape, cpu, student_recipe=recipe)
 
 
 def compare(found: Mapping[str, Any], planned: Plan) -> list[Row]:

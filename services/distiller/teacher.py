@@ -141,11 +141,14 @@ class Teacher:
 
 
 def planned_placement(run: RunDirectory, wanted: Distillation) -> str:
-    """Return how the teacher is to lie on the ranks: where the spec says auto, as it was planned."""
-    if wanted.teacher_placement != "auto" or not run.plan.exists():
+    """Return how the teacher is to lie on the ranks: as it was planned.
+
+    The plan does what the spec says, but after a memory failure it may have put the teacher elsewhere.
+    """
+    if not run.plan.exists():
         return wanted.teacher_placement
     planned = json.loads(run.plan.read_bytes()).get("teacher_placement")
-    return planned if planned in ("sharded", "replicated") else "auto"
+    return planned if planned in ("sharded", "replicated") else wanted.teacher_placement
 
 
 def place_teacher(files: TeacherFiles, *, wanted: str, recipe: Recipe, world: World) -> Teacher:

@@ -318,7 +318,12 @@ def test_the_teacher_lies_on_the_ranks_as_planned(task, distilled, run, planned)
     assert distilled(task()).evaluation["teacher"]["placement"] == planned
 
 
-def test_the_spec_has_the_last_word_on_the_teachers_placement(task, distilled, run):
-    write_json(run.plan, {"teacher_placement": "sharded"})
+def test_without_a_plan_the_teacher_lies_as_the_spec_says(task, distilled):
+    report = distilled(task(distillation={"teacher_placement": "sharded"}))
+    assert report.evaluation["teacher"]["placement"] == "sharded"
+
+
+def test_the_plan_has_the_last_word_on_the_teachers_placement(task, distilled, run):
+    write_json(run.plan, {"teacher_placement": "sharded"})  # a remedy moved it
     report = distilled(task(distillation={"teacher_placement": "replicated"}))
-    assert report.evaluation["teacher"]["placement"] == "replicated"
+    assert report.evaluation["teacher"]["placement"] == "sharded"

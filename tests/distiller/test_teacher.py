@@ -14,8 +14,9 @@ from transformers import (
 from services.distiller.teacher import match_heads, place_teacher, read_teacher
 from services.shared.datasets.card import Head, HeadType
 from services.shared.fsdp.process import RunFailed
+from services.shared.jobs.shapes import read_teacher as plan_reads
 from services.shared.jobs.spec import Recipe
-from services.shared.model.artifact import load_classifier, read_artifact
+from services.shared.model.artifact import count_parameters, load_classifier, read_artifact
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import load_tokenizer, pad
 
@@ -145,6 +146,18 @@ def test_a_published_encoder_classifier_is_a_teacher(published_encoder, world):
 def test_a_published_encoder_cannot_be_sharded(published_encoder, world):
     with pytest.raises(RunFailed, match='cannot be sharded; ask for "replicated"'):
         placed(published_encoder, [MOOD], world, "sharded")
+
+
+def test_the_plan_reads_published_classifiers_and_knows_which_can_be_sharded(
+    published_decoder, published_encoder, teacher_dir
+):
+    expected = {published_decoder: False, published_encoder: True, teacher_dir: False}
+    for directory, whole_only in expected.items():
+        found = plan_reads(directory, classes=[2])
+        assert found.whole_only is whole_only
+        # Beside the numbers of the head: a bias here, a pooler there.
+        parameters = count_parameters(directory)
+        assert found.shape.num_parameters == pytest.approx(parameters, rel=0.06)
 
 
 def test_a_published_classifier_cannot_answer_two_heads(published_decoder):

@@ -15,6 +15,7 @@ from services.cli.plan_request import PlanRequest
 from services.cli.trace import Row, compare, prepare
 from services.shared.fsdp.shard import Engine, default_engine
 from services.shared.fsdp.trace import main
+from services.shared.memory.beside import Beside, Placement
 from services.shared.memory.hardware import machine
 from services.shared.memory.plan import Plan
 from services.shared.memory.recipe import Recipe
@@ -47,6 +48,7 @@ ENCODER = {
 }
 TEACHER = DECODER | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 OWN: dict[str, Any] = {"embedding": "own"}
+WHOLE: dict[str, Any] = {"teacher": TEACHER, "placement": Placement.REPLICATED}
 IN_BACKWARD = OWN | {"optimizer_in_backward": True}
 # The batch, which the loop still names in the optimizer step, and scalars of a block each.
 NOT_PLANNED_BYTES = 20_480
@@ -71,6 +73,10 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "fsdp1 in backward": (DECODER, 8, IN_BACKWARD | {"engine": "fsdp1"}),
     "distillation": (DECODER, 8, OWN | {"teacher": TEACHER}),
     "distillation of an encoder": (ENCODER, 2, OWN | {"micro_batch": 4, "teacher": TEACHER}),
+    "distillation, the teacher whole": (DECODER, 8, OWN | WHOLE),
+    "distillation of replicas, the teacher whole": (DECODER, 2, OWN | {"sharding": "none"} | WHOLE),
+    "distillation in smaller micro-batches": (DECODER, 2, OWN | {"accumulate": 2} | WHOLE),
+    "distillation of one unit": (DECODER, 2, {"wrap": "root", "teacher": TEACHER}),
 }
 
 
@@ -80,6 +86,7 @@ def request_of(
     """Return what the command line would have read; the models lie in `directory`."""
     knobs = {"sequence_length": 256} | recipe
     teacher = knobs.pop("teacher", None)
+    placement = knobs.pop("placement", Placement.SHARDED)
     paths = {}
     for name, mapping in (("model", config), ("teacher", teacher)):
         if mapping is not None:
@@ -91,7 +98,7 @@ def request_of(
         recipe=Recipe(**knobs),
         hardware=machine("cpu", ranks=ranks),
         teacher=str(paths["teacher"]) if teacher else None,
-        teacher_shape=from_config(teacher, heads=(3, 7)) if teacher else None,
+        beside=Beside(from_config(teacher, heads=(3, 7)), placement) if teacher else None,
     )
 
 
@@ -99,6 +106,7 @@ REAL: dict[str, dict[str, Any]] = {
     "adamw": OWN,
     "bf16 states in backward": IN_BACKWARD | {"optimizer": "adamw_bf16"},
     "distillation": OWN | {"teacher": TEACHER},
+    "distillation, the teacher whole": OWN | WHOLE,
 }
 # What a DCU trains with: these run on torch 2.5 too.
 FSDP1: dict[str, dict[str, Any]] = {

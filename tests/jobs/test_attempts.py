@@ -202,6 +202,16 @@ def test_every_attempt_keeps_the_plan_it_ran_with_and_what_its_failed_rank_said(
     assert job.plan == {"peak_bytes": 3}
 
 
+def test_a_remedy_that_only_places_the_teacher_changes_the_plan_alone(house: House) -> None:
+    claim = house.running()
+    moved = OUT_OF_MEMORY.model_copy(
+        update={"recipe_changes": {}, "plan": {"teacher_placement": "sharded"}}
+    )
+    house.store.finish(claim, moved)
+    again = house.claim(claim.job_id)
+    assert (again.recipe, again.plan) == (claim.recipe, {"teacher_placement": "sharded"})
+
+
 def test_a_retried_attempt_queues_the_job_with_the_changed_recipe(house: House) -> None:
     claim = house.running()
     finished = house.store.finish(claim, OUT_OF_MEMORY)

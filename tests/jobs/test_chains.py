@@ -157,6 +157,24 @@ def test_a_retry_takes_a_remedy(house: House) -> None:
     assert new.recipe["optimizer"] == "adafactor"
 
 
+def test_a_retry_takes_a_remedy_that_places_the_teacher(house: House) -> None:
+    teacher = house.succeed(house.running())
+    old = house.store.create_job(house.distill_spec({"model_id": teacher}))[0]
+    house.store.finish(house.claim(old.id), CRASHED)
+    changes = {"teacher_placement": "sharded", "micro_batch_tokens": 512}
+    new = house.store.retry(old.id, recipe_changes=changes)
+    assert new.spec.distillation.teacher_placement == "sharded"
+    assert new.recipe == old.recipe | {"micro_batch_tokens": 512}
+
+
+def test_a_teacher_job_has_no_teacher_to_place(house: House) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        house.store.retry(
+            house.in_state(JobState.FAILED), recipe_changes={"teacher_placement": "sharded"}
+        )
+    assert refused.value.field == "teacher_placement"
+
+
 def test_a_retry_goes_on_with_the_recipe_last_used(house: House) -> None:
     claim = house.running()
     changes = {"optimizer_impl": "for_loop"}

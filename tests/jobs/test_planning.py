@@ -13,10 +13,10 @@ from services.shared.jobs.planning import (
     machine_of,
     micro_batch_tokens,
     plan_job,
-    shape_of,
     to_spec_changes,
 )
 from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.shapes import shape_of
 from services.shared.jobs.spec import Recipe, TeacherSpec, Training, job_spec
 from services.shared.memory import shape
 from services.shared.memory.recipe import Engine

@@ -220,6 +220,15 @@ def test_a_remedy_that_fits_gives_another_attempt_to_a_job_that_asked_for_it(
     assert outcome.plan == (found.plan if end is End.RETRY else None)
 
 
+def test_a_teacher_that_the_plan_moves_is_a_remedy_without_a_change_of_the_recipe(
+    run: RunDirectory,
+) -> None:
+    _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
+    found = PostMortem({"cause": "capacity"}, {}, {"teacher_placement": "sharded"})
+    outcome = _judge(run, Ending(exit_code=1), may_retry=True, found=found)
+    assert (outcome.end, outcome.plan) == (End.RETRY, found.plan)
+
+
 def test_what_the_failed_rank_said_is_kept_with_the_outcome(run: RunDirectory) -> None:
     _fail(run, 1, Reason.DEVICE_OUT_OF_MEMORY, time=1, message="HIP out of memory")
     failure = _judge(run, Ending(exit_code=1)).failure

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.cli.plan_errors import TRACES, trace_errors
+from services.shared.memory.beside import Beside, Placement
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import machine
 from services.shared.memory.plan import Plan, Verdict, plan, plan_distillation
-from services.shared.memory.recipe import Recipe, Sharding
+from services.shared.memory.recipe import Recipe
 from services.shared.memory.remedies import alternatives
 from services.shared.memory.shape import Shape, from_config, from_preset
 from services.shared.memory.sizes import GIB, MIB
@@ -250,7 +251,7 @@ def test_a_distillation_holds_the_teacher_beside_the_student() -> None:
     recipe = Recipe().with_changes({"micro_batch": 4, "sequence_length": 512})
     hardware = machine("k100_ai", ranks=8)
     alone = plan(student, recipe, hardware)
-    together = plan_distillation(teacher, student, hardware, student_recipe=recipe)
+    together = plan_distillation(Beside(teacher), student, hardware, student_recipe=recipe)
     shards = 2 * teacher.num_parameters // 8
     assert together.components.other_model == pytest.approx(shards, rel=0.001)
     gathered = together.phase_peaks[Phase.FORWARD].live_bytes - shards
@@ -263,10 +264,30 @@ def test_a_distillation_holds_the_teacher_beside_the_student() -> None:
 def test_a_replicated_teacher_lies_whole_on_every_rank() -> None:
     teacher, student = from_preset("qwen3-8b"), from_preset("qwen3-0.6b")
     hardware = machine("k100_ai", ranks=8)
-    together = plan_distillation(
-        teacher, student, hardware, student_recipe=Recipe(), teacher_sharding=Sharding.NONE
-    )
+    whole = Beside(teacher, Placement.REPLICATED)
+    together = plan_distillation(whole, student, hardware, student_recipe=Recipe())
     assert together.components.other_model == pytest.approx(2 * teacher.num_parameters, rel=0.001)
+
+
+def test_a_teacher_stays_on_the_device_when_its_student_is_offloaded() -> None:
+    teacher, student = Beside(from_preset("qwen3-8b")), from_preset("qwen3-0.6b")
+    hardware = machine("k100_ai", ranks=8, host_memory_bytes=512 * GIB)
+    planned = plan_distillation(
+        teacher, student, hardware, student_recipe=Recipe(offload="all", wrap="root")
+    )
+    assert planned.components.parameters == 0
+    shards = 2 * teacher.shape.num_parameters // 8
+    assert planned.components.other_model == pytest.approx(shards, rel=0.001)
+
+
+def test_every_rank_reads_a_whole_teacher_into_the_host() -> None:
+    teacher, student = from_preset("qwen3-8b"), from_preset("qwen3-0.6b")
+    hardware = machine("k100_ai", ranks=8)
+    whole, cut = (
+        plan_distillation(Beside(teacher, how), student, hardware, student_recipe=Recipe())
+        for how in (Placement.REPLICATED, Placement.SHARDED)
+    )
+    assert whole.host.loading - cut.host.loading > 7 * 2 * teacher.num_parameters
 
 
 def test_a_plan_that_just_fits_is_tight() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import structlog
 from fastapi import APIRouter, Body, Depends, Header, Query
@@ -112,19 +112,31 @@ def _admit_chain(chain: ChainSpec, parts: Parts) -> tuple[Planned, Planned]:
     return Planned(teacher.plan, teacher.recipe), Planned(distill.plan, distill.recipe)
 
 
-def _optional(model: type[BaseModel]) -> Any:
-    """Return a model with the same fields, none of them needed."""
+def _optional(model: type[BaseModel], *, beside: type[BaseModel]) -> Any:
+    """Return a model with the same fields, none of them needed, and those of `beside`."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         kind: Any = field.annotation
         for rule in field.metadata:  # bounds, and what is taken for a number
             kind = Annotated[kind, rule]
         fields[name] = (kind | None, Field(None, description=field.description))
-    return create_model(f"{model.__name__}Changes", __config__=ConfigDict(extra="forbid"), **fields)
+    return create_model(f"{model.__name__}Changes", __base__=beside, **fields)
 
 
-RecipeChanges: Any = _optional(Recipe)
-TrainingChanges: Any = _optional(Training)
+class _Changes(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Placed(_Changes):
+    """What a remedy may change beside the recipe."""
+
+    teacher_placement: Literal["sharded", "replicated"] | None = Field(
+        None, description="Of a distillation: its teacher over all ranks, or whole on each."
+    )
+
+
+RecipeChanges: Any = _optional(Recipe, beside=_Placed)
+TrainingChanges: Any = _optional(Training, beside=_Changes)
 
 
 class RetryRequest(BaseModel):

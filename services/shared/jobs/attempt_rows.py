@@ -212,7 +212,7 @@ def _learned(job: JobRow, outcome: Outcome, target: JobState) -> dict[str, Any]:
         columns["metrics"] = outcome.report.evaluation
     if target is JobState.QUEUED and outcome.end is End.HANDED_BACK:
         columns["used_attempts"] = JobRow.used_attempts - 1
-    if target is JobState.QUEUED and outcome.recipe_changes:
+    if target is JobState.QUEUED and (outcome.recipe_changes or outcome.plan):
         changed = Recipe.model_validate(job.recipe | outcome.recipe_changes)
         columns["recipe"] = changed.model_dump(mode="json")
         columns["plan"] = outcome.plan

@@ -16,6 +16,7 @@ from services.shared.jobs.ids import new_id
 from services.shared.jobs.measured import side_by_side
 from services.shared.jobs.moves import append_state_event, move
 from services.shared.jobs.paging import LARGEST_SEQ, checked_limit
+from services.shared.jobs.planning import split_changes
 from services.shared.jobs.references import References, check_references
 from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec, job_spec
 from services.shared.jobs.state import JobState, Reason
@@ -30,6 +31,7 @@ from services.shared.jobs.views import (
     PlanError,
     Ticket,
 )
+from services.shared.memory.rungs import TEACHER_PLACEMENT
 
 _MAX_KEY_LENGTH = 255
 _SUMMARY = [getattr(JobRow, name) for name in JobSummary.model_fields]
@@ -238,7 +240,8 @@ def retry(
         recipe_changes=recipe_changes,
         training_changes=training_changes,
     )
-    recipe = Recipe.model_validate(old.recipe | recipe_changes)
+    _, own = split_changes(recipe_changes)
+    recipe = Recipe.model_validate(old.recipe | own)
     new, _ = create(session, spec, plan=plan, recipe=recipe, retry_of=job_id)
     return new
 
@@ -285,11 +288,20 @@ def changed_spec(
 ) -> TeacherSpec | DistillSpec:
     """Return the spec with changes applied to `recipe` (the one last used) and to its training.
 
+    Among `recipe_changes` may be a distillation's `teacher_placement`, as in a remedy.
+
     Raises InvalidInput naming the field that does not exist or has no such value.
     """
     whole = spec.model_dump(mode="json")
-    if recipe_changes:
-        whole["recipe"] = recipe | recipe_changes
+    placement, own = split_changes(recipe_changes)
+    if placement is not None:
+        if not isinstance(spec, DistillSpec):
+            raise InvalidInput(
+                f"{TEACHER_PLACEMENT}: only a distillation has a teacher", field=TEACHER_PLACEMENT
+            )
+        whole["distillation"][TEACHER_PLACEMENT] = placement
+    if own:
+        whole["recipe"] = recipe | own
     whole["training"] = whole["training"] | training_changes
     try:
         return job_spec.validate_python(whole)

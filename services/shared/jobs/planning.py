@@ -7,34 +7,27 @@ tokens, as many as the token budget holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from services.shared.jobs.errors import DoesNotFit
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.spec import (
-    DistillSpec,
-    ModelSource,
-    Recipe,
-    TeacherSpec,
-    TrainedTokenizer,
-    Training,
-)
+from services.shared.jobs.shapes import ENCODERS, Teacher
+from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, Training
 from services.shared.memory import hardware, recipe, remedies, shape
+from services.shared.memory.beside import Beside, Placement
 from services.shared.memory.cgroup import host_memory_bytes
-from services.shared.memory.dimensions import BERT_LIKE, Family
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.plan import Plan, Verdict, plan, plan_distillation
+from services.shared.memory.rungs import TEACHER_PLACEMENT
 from services.shared.memory.sizes import format_size, parse_size
 
 # The fields that both recipes have, under one name and with the same values.
 _SHARED = tuple(name for name in Recipe.model_fields if name in recipe.Recipe.__dataclass_fields__)
-_ENCODERS = BERT_LIKE | {Family.MODERNBERT}
 _FIRST_WITH_FSDP2 = (2, 6)
 
 
@@ -58,34 +51,36 @@ def plan_job(
     spec: TeacherSpec | DistillSpec,
     *,
     model: shape.Shape,
-    teacher: shape.Shape | None,
+    teacher: Teacher | None,
     machine: hardware.Hardware,
     engine: recipe.Engine,
 ) -> JobPlan:
     """Plan a job and choose its recipe. Raises DoesNotFit, with the plan and what would fit.
 
-    `model` is what is trained, `teacher` what a distillation runs beside it. With `recipe: auto`
-    the first alternative that fits is taken; with `allow_overcommit` nothing is refused. Raises
-    memory's InvalidInput for what cannot be planned.
+    `model` is what is trained, `teacher` what a distillation runs beside it. With `recipe: auto` an
+    alternative is taken where the defaults do not fit well; with `teacher_placement: auto` the
+    teacher lies whole on every rank where that fits well; with `allow_overcommit` nothing is
+    refused. Raises memory's InvalidInput for what cannot be planned.
     """
     wanted = spec.recipe if isinstance(spec.recipe, Recipe) else Recipe()
     memory_recipe = to_memory_recipe(
         wanted, spec.training, model=model, ranks=machine.ranks, engine=engine
     )
-    own, placement = _plan(spec, model, teacher, memory_recipe, machine)
-    offered = () if teacher is not None else remedies.alternatives(model, memory_recipe, machine)
+    own, beside = _plan(spec, model, teacher, memory_recipe, machine)
+    offered = remedies.alternatives(model, memory_recipe, machine, teacher=beside)
     chosen, chosen_recipe = own, wanted
-    comfortable = own.runs and own.verdict is Verdict.FITS
-    if spec.recipe == "auto" and not comfortable:
-        for alternative in offered:
-            changes = to_spec_changes(alternative.changes, memory_recipe)
-            if changes is not None and (not own.runs or alternative.lossless):
-                chosen = alternative.plan
-                chosen_recipe = Recipe.model_validate(wanted.model_dump() | changes)
-                break
+    placement = None if beside is None else beside.placement
+    alternative = _choose(spec, own, offered, memory_recipe) if spec.recipe == "auto" else None
+    if alternative is not None:
+        chosen = alternative.plan
+        changes = to_spec_changes(alternative.changes, memory_recipe)
+        assert changes is not None
+        moved, changes = split_changes(changes)
+        placement = placement if moved is None else Placement(moved)
+        chosen_recipe = Recipe.model_validate(wanted.model_dump() | changes)
     document = chosen.to_json([a.to_json() for a in offered])
     if placement is not None:
-        document["teacher_placement"] = placement  # the ranks do as planned
+        document["teacher_placement"] = str(placement)  # the ranks do as planned
     if not chosen.runs and not spec.allow_overcommit:
         raise DoesNotFit(_refusal(chosen, offered), document)
     return JobPlan(document, chosen_recipe)
@@ -130,7 +125,7 @@ def as_the_ranks_run(
     # The ranks prefetch in backward under FSDP1, but on a CPU; FSDP2 always does.
     prefetches = not fsdp2 and not on_cpu and wanted.sharding is not recipe.Sharding.NONE
     eager = wanted.attention is recipe.Attention.EAGER
-    masked = padded if model.dims.family in _ENCODERS else eager
+    masked = padded if model.dims.family in ENCODERS else eager
     return wanted.with_changes(
         {
             "reshard_root": fsdp2,
@@ -142,6 +137,12 @@ def as_the_ranks_run(
             "data_workers": 0,
         }
     )
+
+
+def beside_of(teacher: Teacher, student: recipe.Recipe, placement: Placement) -> Beside:
+    """Return a teacher as it lies beside a student that runs with a recipe."""
+    masked = as_the_ranks_run(student, teacher.shape).attention_mask
+    return Beside(teacher.shape, placement, masked=masked, whole_only=teacher.whole_only)
 
 
 def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
@@ -163,16 +164,25 @@ def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
 
 
 def to_spec_changes(changes: dict[str, Any], base: recipe.Recipe) -> dict[str, Any] | None:
-    """Return an alternative's changes as fields of `spec.Recipe`, or None where ranks cannot do it."""
+    """Return an alternative's changes as a retry takes them, or None where ranks cannot do it.
+
+    Those are fields of `spec.Recipe`, and `teacher_placement`.
+    """
     found: dict[str, Any] = {}
     for name, value in changes.items():
         if name == "micro_batch":
             found["micro_batch_tokens"] = value * base.sequence_length
-        elif name in _SHARED:
+        elif name in _SHARED or name == TEACHER_PLACEMENT:
             found[name] = value
         elif name != "accumulate":  # follows from the micro-batch and the global batch
             return None
     return found
+
+
+def split_changes(changes: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Return where a change puts the teacher (None: where it is), and the fields of the recipe."""
+    own = {name: value for name, value in changes.items() if name != TEACHER_PLACEMENT}
+    return changes.get(TEACHER_PLACEMENT), own
 
 
 def micro_batch_tokens(training: Training, chosen: Recipe) -> int:
@@ -180,30 +190,6 @@ def micro_batch_tokens(training: Training, chosen: Recipe) -> int:
     return min(
         training.micro_batch_tokens, chosen.micro_batch_tokens or training.micro_batch_tokens
     )
-
-
-def shape_of(
-    source: ModelSource,
-    *,
-    directory: Path | None,
-    classes: Sequence[int],
-    teacher: shape.Shape | None = None,
-) -> shape.Shape:
-    """Return the shape of a model source with a head for each of `classes`.
-
-    `directory` is where `source.path` or `source.model_id` lies; `teacher` lends its vocabulary to a
-    student that starts from a config. Raises memory's InvalidInput for an
-    architecture that is not known and for a config that leaves sizes to defaults.
-    """
-    if directory is not None:
-        return shape.from_pretrained_directory(directory, heads=classes)
-    assert source.config is not None
-    config = dict(source.config)
-    if isinstance(source.tokenizer, TrainedTokenizer):
-        config["vocab_size"] = source.tokenizer.vocab_size
-    elif source.tokenizer == "teacher" and teacher is not None:
-        config["vocab_size"] = teacher.dims.vocab_size
-    return shape.from_config(config, heads=classes, name=str(config["model_type"]))
 
 
 def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardware.Hardware:
@@ -249,26 +235,54 @@ def engine_of(settings: JobSettings) -> recipe.Engine:
 def _plan(
     spec: TeacherSpec | DistillSpec,
     model: shape.Shape,
-    teacher: shape.Shape | None,
+    teacher: Teacher | None,
     memory_recipe: recipe.Recipe,
     machine: hardware.Hardware,
-) -> tuple[Plan, str | None]:
+) -> tuple[Plan, Beside | None]:
     """Return the plan, and how a teacher lies in it: whole on every rank only where that fits well."""
     if teacher is None:
         return plan(model, memory_recipe, machine), None
     assert isinstance(spec, DistillSpec)
     wanted = spec.distillation.teacher_placement
-    if wanted != "sharded":
-        whole = plan_distillation(
-            teacher,
-            model,
-            machine,
-            student_recipe=memory_recipe,
-            teacher_sharding=recipe.Sharding.NONE,
+    if wanted == "sharded" and teacher.whole_only:
+        raise InvalidInput(
+            TEACHER_PLACEMENT,
+            "an encoder classifier made elsewhere cannot be sharded",
+            accepted=("replicated", "auto"),
         )
-        if wanted == "replicated" or (whole.runs and whole.verdict is Verdict.FITS):
-            return whole, "replicated"
-    return plan_distillation(teacher, model, machine, student_recipe=memory_recipe), "sharded"
+    whole = beside_of(teacher, memory_recipe, Placement.REPLICATED)
+    if wanted != "sharded" or teacher.whole_only:
+        planned = plan_distillation(whole, model, machine, student_recipe=memory_recipe)
+        comfortable = planned.runs and planned.verdict is Verdict.FITS
+        if wanted == "replicated" or teacher.whole_only or comfortable:
+            return planned, whole
+    sharded = replace(whole, placement=Placement.SHARDED)
+    return plan_distillation(sharded, model, machine, student_recipe=memory_recipe), sharded
+
+
+def _choose(
+    spec: TeacherSpec | DistillSpec,
+    own: Plan,
+    offered: Sequence[remedies.Alternative],
+    memory_recipe: recipe.Recipe,
+) -> remedies.Alternative | None:
+    """Return what `recipe: auto` changes: what fits well and computes the same, else what fits at all.
+
+    A placement that the spec names is not changed.
+    """
+    if own.runs and own.verdict is Verdict.FITS:
+        return None
+    named = isinstance(spec, DistillSpec) and spec.distillation.teacher_placement != "auto"
+    possible = [
+        alternative
+        for alternative in offered
+        if to_spec_changes(alternative.changes, memory_recipe) is not None
+        and not (named and TEACHER_PLACEMENT in alternative.changes)
+    ]
+    for alternative in possible:
+        if alternative.lossless and alternative.plan.verdict is Verdict.FITS:
+            return alternative
+    return None if own.runs or not possible else possible[0]
 
 
 def _refusal(refused: Plan, offered: Sequence[remedies.Alternative]) -> str:

@@ -303,7 +303,11 @@ class Distillation(_Spec):
         description="Keep hidden states too (large: the size is announced first). Without it, a "
         "hidden_weight above 0 makes the signals online.",
     )
-    teacher_placement: Literal["sharded", "replicated", "auto"] = "auto"
+    teacher_placement: Literal["sharded", "replicated", "auto"] = Field(
+        "auto",
+        description="The teacher over all ranks, or whole on each; `auto`: whole where the plan says "
+        "that it fits well.",
+    )
     unlabelled_dataset_ids: list[str] = []
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,37 @@ import structlog
 
 from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.planning import (
+    beside_of,
     engine_of,
     machine_of,
     plan_job,
-    shape_of,
+    split_changes,
     to_memory_recipe,
     to_spec_changes,
 )
 from services.shared.jobs.rundir import MemoryRecord, RunDirectory, read_records
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.spec import Precision, Recipe, TeacherSpec, TrainedTokenizer
+from services.shared.jobs.shapes import Teacher, read_teacher, shape_of, student_shape
+from services.shared.jobs.spec import (
+    DistillSpec,
+    Precision,
+    Recipe,
+    TeacherSpec,
+    TrainedTokenizer,
+)
 from services.shared.jobs.views import Claim
 from services.shared.launch.verdict import Blame, PostMortem
+from services.shared.memory.beside import Beside, Placement
 from services.shared.memory.case import Case
+from services.shared.memory.diagnosis import Cause
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics import diagnose
+from services.shared.memory.proposals import cured_by_recipe
 from services.shared.memory.recipe import Engine
 from services.shared.memory.recipe import Recipe as MemoryRecipe
 from services.shared.memory.remedies import alternatives
+from services.shared.memory.rungs import TEACHER_PLACEMENT
+from services.shared.memory.shape import Shape
 
 log = structlog.get_logger(__name__)
 
@@ -44,56 +58,87 @@ _PRECISIONS = {
 _PACKAGES = ("torch", "transformers", "accelerate")
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A job whose shape is known: what trains, what lies beside it, and the recipe of both."""
+
+    model: Shape
+    teacher: Teacher | None
+    beside: Beside | None  # how the teacher lay on the ranks
+    recipe: MemoryRecipe
+
+
 def examine_memory(
     blame: Blame, *, claim: Claim, run: RunDirectory, settings: JobSettings, exit_code: int
 ) -> PostMortem:
-    """Diagnose the failure of one attempt and choose the first remedy that fits and can be run."""
+    """Diagnose the failure of one attempt and choose the first remedy that fits and can be run.
+
+    A distillation's message is read without its shapes: two models lay on the card, and which of
+    them an allocation belonged to nobody knows. Its remedies are those of its plan, which has both.
+    """
     recipe = Recipe.model_validate(claim.recipe)
     try:
-        planned = _memory_recipe(claim, recipe, settings)
-        facts = _facts(claim, recipe, planned, settings)
+        job = _known_job(claim, recipe, settings)
+        facts = _facts(claim, recipe, job, settings)
         told = _told(blame, run=run, exit_code=exit_code)
         document = diagnose(Case.from_json(facts | told)).to_json()
-        if planned is None:
+        if job is None:
             return PostMortem(diagnosis=document, recipe_changes={})
-        remedies = list(_remedies(document["remedies"], claim, planned, settings))
+        remedies = list(_remedies(document, claim, job, settings))
     except InvalidInput as error:
         log.warning("no_diagnosis", job_id=claim.job_id, error=str(error))
         return PostMortem(diagnosis=None, recipe_changes={})
     fitting = [r["changes"] for r in remedies if r["changes"] and r["verdict"] == "fits"]
-    changes: dict[str, Any] = fitting[0] if fitting else {}
+    placement, changes = split_changes(fitting[0]) if fitting else (None, {})
     return PostMortem(
         diagnosis=document | {"remedies": remedies},
         recipe_changes=changes,
-        plan=_plan_with(changes, claim, recipe, settings) if changes else None,
+        plan=_plan_with(placement, changes, claim, job, settings) if fitting else None,
     )
 
 
-def _memory_recipe(claim: Claim, recipe: Recipe, settings: JobSettings) -> MemoryRecipe | None:
-    """Return the recipe in the memory plan's words; None where the plan's arithmetic does not hold.
-
-    That is a model of unknown shape, and a distillation, whose teacher lies beside the student.
-    """
-    if not isinstance(claim.spec, TeacherSpec):
-        return None
+def _known_job(claim: Claim, recipe: Recipe, settings: JobSettings) -> _Job | None:
+    """Return the job in the memory plan's words; None for a model of unknown shape."""
+    teacher = None
     try:
-        shape = shape_of(claim.spec.model, directory=claim.model_dir, classes=_classes(claim))
+        if isinstance(claim.spec, TeacherSpec):
+            model = shape_of(claim.spec.model, directory=claim.model_dir, classes=_classes(claim))
+        else:
+            assert claim.teacher_dir is not None
+            teacher = read_teacher(claim.teacher_dir, classes=_classes(claim))
+            model = student_shape(
+                claim.spec.student,
+                directory=claim.model_dir,
+                classes=_classes(claim),
+                teacher=teacher.shape,
+            )
     except InvalidInput:
         return None  # the message can be read without a shape
-    return to_memory_recipe(
+    planned = to_memory_recipe(
         recipe,
         claim.spec.training,
-        model=shape,
+        model=model,
         ranks=claim.spec.resources.ranks,
         engine=engine_of(settings),
     )
+    return _Job(model, teacher, _beside(teacher, claim, planned), planned)
 
 
-def _facts(
-    claim: Claim, recipe: Recipe, planned: MemoryRecipe | None, settings: JobSettings
-) -> dict[str, Any]:
+def _beside(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> Beside | None:
+    if teacher is None:
+        return None
+    assert isinstance(claim.spec, DistillSpec)
+    wanted = (claim.plan or {}).get(TEACHER_PLACEMENT) or claim.spec.distillation.teacher_placement
+    # Without a plan the ranks decide, and hold a small teacher whole.
+    whole = teacher.whole_only or wanted != Placement.SHARDED
+    placement = Placement.REPLICATED if whole else Placement.SHARDED
+    return beside_of(teacher, planned, placement)
+
+
+def _facts(claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings) -> dict[str, Any]:
     """Return what was known of the job before it started, as fields of a case."""
     machine = machine_of(claim.spec, settings)
+    planned = job.recipe if job is not None and job.teacher is None else None
     engine = Engine.DDP if recipe.sharding == "none" else engine_of(settings)
     facts: dict[str, Any] = {
         "model": _config(claim) if planned else {},
@@ -142,21 +187,20 @@ def _told(blame: Blame, *, run: RunDirectory, exit_code: int) -> dict[str, Any]:
 
 
 def _remedies(
-    proposed: list[dict[str, Any]], claim: Claim, planned: MemoryRecipe, settings: JobSettings
+    diagnosis: dict[str, Any], claim: Claim, job: _Job, settings: JobSettings
 ) -> Iterator[dict[str, Any]]:
     """Yield what to change: faults as the diagnosis names them, recipes as the job's own plan does.
 
     A case says less than a spec (how often gradients accumulate, which units there are), so its
     recipes are replaced by the plan's, whose `changes` are those that a retry takes.
     """
-    faults = [remedy for remedy in proposed if not remedy["changes"]]
-    yield from faults
-    if len(faults) == len(proposed):  # no smaller recipe would help
+    proposed = diagnosis["remedies"]
+    yield from (remedy for remedy in proposed if not remedy["changes"])
+    machine = machine_of(claim.spec, settings)
+    if not cured_by_recipe(Cause(diagnosis["cause"]), device=machine.device.name):
         return
-    assert isinstance(claim.spec, TeacherSpec)
-    shape = shape_of(claim.spec.model, directory=claim.model_dir, classes=_classes(claim))
-    for offer in alternatives(shape, planned, machine_of(claim.spec, settings)):
-        changes = to_spec_changes(offer.changes, planned)
+    for offer in alternatives(job.model, job.recipe, machine, teacher=job.beside):
+        changes = to_spec_changes(offer.changes, job.recipe)
         if changes:
             yield {
                 "change": offer.change,
@@ -169,16 +213,23 @@ def _remedies(
 
 
 def _plan_with(
-    changes: dict[str, Any], claim: Claim, recipe: Recipe, settings: JobSettings
+    placement: str | None,
+    changes: dict[str, Any],
+    claim: Claim,
+    job: _Job,
+    settings: JobSettings,
 ) -> dict[str, Any]:
-    """Return the plan of the job with a changed recipe."""
-    assert isinstance(claim.spec, TeacherSpec)
-    changed = Recipe.model_validate(recipe.model_dump(mode="json") | changes)
+    """Return the plan of the job with a changed recipe, its teacher where it was or is to go."""
+    changed = Recipe.model_validate(claim.recipe | changes)
     spec = claim.spec.model_copy(update={"recipe": changed, "allow_overcommit": True})
+    if isinstance(spec, DistillSpec):
+        assert job.beside is not None
+        lies = {"teacher_placement": placement or str(job.beside.placement)}
+        spec = spec.model_copy(update={"distillation": spec.distillation.model_copy(update=lies)})
     return plan_job(
         spec,
-        model=shape_of(spec.model, directory=claim.model_dir, classes=_classes(claim)),
-        teacher=None,
+        model=job.model,
+        teacher=job.teacher,
         machine=machine_of(spec, settings),
         engine=engine_of(settings),
     ).plan

@@ -49,7 +49,12 @@ class PostMortem:
 
     diagnosis: dict[str, Any] | None
     recipe_changes: dict[str, Any]  # of the first remedy that fits; empty if none does
-    plan: dict[str, Any] | None = None  # of the recipe so changed
+    plan: dict[str, Any] | None = None  # of the recipe so changed, the teacher so placed
+
+    @property
+    def has_remedy(self) -> bool:
+        """Say whether another attempt would be another job; a teacher's placement is in the plan."""
+        return bool(self.recipe_changes) or self.plan is not None
 
 
 Examine = Callable[[Blame], PostMortem]
@@ -75,7 +80,7 @@ def reach_verdict(
             return stopped.model_copy(update=evidence)
     blame = blame_rank(run, ending, failures)
     found = examine(blame) if blame.reason in _MEMORY_REASONS else PostMortem(None, {})
-    mended = may_retry and bool(found.recipe_changes) and ending.stop is None
+    mended = may_retry and found.has_remedy and ending.stop is None
     end = _end_of_failure(ending.stop, retry=mended or not blame.is_ours)
     return Outcome(
         end=end,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from services.shared.memory.beside import Beside, inference_recipe
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import Hardware
 from services.shared.memory.host import HOST_UNCERTAINTY_BYTES, HostPlan, host_plan
@@ -186,31 +187,17 @@ def plan(shape: Shape, recipe: Recipe, hardware: Hardware) -> Plan:
 
 
 def plan_distillation(
-    teacher: Shape,
-    student: Shape,
-    hardware: Hardware,
-    *,
-    student_recipe: Recipe,
-    teacher_sharding: Sharding = Sharding.FULL,
+    teacher: Beside, student: Shape, hardware: Hardware, *, student_recipe: Recipe
 ) -> Plan:
-    """Return the plan of a student in training beside its teacher, which only runs forward.
+    """Return the plan of a student in training beside its teacher.
 
-    The teacher lies in the student's compute dtype, sharded as `teacher_sharding` says; it sees the
-    student's micro-batches. Peaks are those of both together, on each rank.
+    The teacher lies in the student's compute dtype, layer by layer over all ranks or whole on each;
+    it sees the student's micro-batches. Peaks are those of both together, on each rank.
     """
-    recipe = replace(
-        student_recipe,
-        sharding=teacher_sharding,
-        shard_ranks=None,
-        parameters=student_recipe.compute,
-        activation_checkpointing=False,
-        optimizer_in_backward=False,
-        accumulate=1,
-        upcast_after_wrap=False,
-    )
-    check(teacher, recipe, hardware)
+    recipe = inference_recipe(student_recipe, teacher)
+    check(teacher.shape, recipe, hardware)
     check(student, student_recipe, hardware)
-    job, other = _job(student, student_recipe, hardware), _job(teacher, recipe, hardware)
+    job, other = _job(student, student_recipe, hardware), _job(teacher.shape, recipe, hardware)
     points = tuple(_points(job, other, ends_only=True))
     student_host, teacher_host = host_plan(job, hardware), host_plan(other, hardware)
     host = student_host._replace(loading=student_host.loading + teacher_host.loading)
@@ -220,13 +207,12 @@ def plan_distillation(
 def check(shape: Shape, recipe: Recipe, hardware: Hardware) -> None:
     """Raise InvalidInput where these three cannot go together."""
     check_planned(shape.dims)
-    divided = shard_ranks(recipe, hardware.ranks)
-    weights = [tensor.shape[0] for tensor in shape.layers[-1].tensors if len(tensor.shape) > 1]
-    if divided > min(weights):
+    divided, most = shard_ranks(recipe, hardware.ranks), most_ranks(shape)
+    if divided > most:
         raise InvalidInput(
             "ranks",
-            f"{divided} ranks share a weight of {min(weights)} rows: some would hold nothing of it",
-            accepted=f"1 to {min(weights)}",
+            f"{divided} ranks share a weight of {most} rows: some would hold nothing of it",
+            accepted=f"1 to {most}",
         )
     if recipe.sharding is Sharding.HYBRID and hardware.ranks % divided:
         raise InvalidInput(
@@ -234,6 +220,11 @@ def check(shape: Shape, recipe: Recipe, hardware: Hardware) -> None:
         )
     if recipe.engine is Engine.FSDP2 and recipe.parameters.size_bytes < recipe.compute.size_bytes:
         raise InvalidInput("compute", f"{recipe.compute} over parameters in {recipe.parameters}")
+
+
+def most_ranks(shape: Shape) -> int:
+    """Return over how many ranks a model can be sharded: every rank holds a row of each weight."""
+    return min(t.shape[0] for t in shape.layers[-1].tensors if len(t.shape) > 1)
 
 
 def _job(shape: Shape, recipe: Recipe, hardware: Hardware) -> Job:

@@ -39,11 +39,15 @@ def propose(
     remedies = list(_faults(evidence, cause))
     if needs is not None and cause is Cause.HOST_MEMORY:
         remedies += _host(evidence, needs)
-    # Ranks on a CPU have the host's memory for a device's.
-    if cause in _CURED_BY_RECIPE or (cause is Cause.HOST_MEMORY and evidence.device == "cpu"):
+    if cured_by_recipe(cause, device=evidence.device):
         remedies += _reduce_each(evidence, hypotheses)
         remedies += _recipes(evidence)
     return tuple(remedies)
+
+
+def cured_by_recipe(cause: Cause, *, device: str | None) -> bool:
+    """Say whether a smaller recipe helps: ranks on a CPU have the host's memory for a device's."""
+    return cause in _CURED_BY_RECIPE or (cause is Cause.HOST_MEMORY and device == "cpu")
 
 
 def _unplanned(change: str, costs: str) -> ProposedRemedy:
