@@ -81,7 +81,8 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             files, wanted=planned_placement(run, wanted), recipe=recipe, world=world
         )
 
-    progress.phase(Phase.EVALUATING, f"asking the {teacher.placement} teacher the held-out texts")
+    asked = f"asking the {teacher.placement} teacher the held-out texts"
+    progress.phase(Phase.EVALUATING, asked, step=state.step)
     mode = signal_mode(wanted, hidden=bool(matched))
     tap = [layer for _, layer in matched]
     hashes = None
@@ -204,7 +205,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         stop = agreed_stop(flags)
 
         if stop is not None or number % training.checkpoint_every_steps == 0:
-            progress.phase(Phase.SAVING)
+            progress.phase(Phase.SAVING, step=state.step)
             standing.save(run, task, student, optimizer, world, state)
             progress.phase(Phase.TRAINING)
 

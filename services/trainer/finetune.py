@@ -67,7 +67,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
     plan: list[Step] = []
     stop: str | None = None
 
-    progress.phase(Phase.TRAINING)
+    progress.phase(Phase.TRAINING, step=state.step)
     while stop is None:
         due = state.step % evaluate_every == 0 or state.step == total
         if due and state.step > state.evaluated_step and len(data.validation):
@@ -151,7 +151,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
         stop = agreed_stop(flags)
 
         if stop is not None or number % training.checkpoint_every_steps == 0:
-            progress.phase(Phase.SAVING)
+            progress.phase(Phase.SAVING, step=state.step)
             standing.save(run, task, sharded, optimizer, world, state)
             progress.phase(Phase.TRAINING)
 

@@ -35,11 +35,11 @@ class Progress:
         self._seconds_per_step: float | None = None
         self._tokens_per_second: float | None = None
 
-    def phase(self, phase: Phase, message: str | None = None) -> None:
-        """Say what the ranks do next."""
+    def phase(self, phase: Phase, message: str | None = None, *, step: int | None = None) -> None:
+        """Say what the ranks do next, and after which finished step where that is news."""
         self._phase = phase
         self._position.phase = _PLAN_PHASES.get(phase, str(phase))
-        self._tell(ProgressRecord(time=time.time(), phase=phase, message=message))
+        self._tell(ProgressRecord(time=time.time(), phase=phase, message=message, step=step))
 
     def step(
         self,
