@@ -63,6 +63,13 @@ compose-test: $(INSTALLED) ## Build the images, walk the whole path in container
 	$(BIN)/python -m tests.docker.walk $(ARGS)
 	$(BIN)/python -m tests.docker.vendor_base
 
+N ?= 300
+SEED ?=
+
+.PHONY: faults
+faults: $(INSTALLED) ## Hit a running platform with N random faults (an hour for 300; SEED=n repeats)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --draws $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 .PHONY: check
 check: $(INSTALLED) ## Format, lint, types, walls
 	$(BIN)/ruff format --check .

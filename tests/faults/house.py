@@ -1,0 +1,213 @@
+"""One long-lived platform under faults: `stillhouse up`'s own parts and supervision, in this process.
+
+Differences from `stillhouse up`, all of them set here: a killed part is started again after a second
+(not after a pause that grows to 30 s), workers reach Postgres through a proxy, leases last 8 s, and a
+second trainer competes for messages.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import psutil
+from celery import Celery
+from sqlalchemy import text
+
+from services.cli.embedded import Platform, start_platform
+from services.cli.parts import Part, Service
+from services.shared.jobs.database import transaction
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.queue import make_celery
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.store import Store, open_store
+from services.shared.launch.processes import RUN_MARK, is_alive
+from tests.faults.proxy import Proxy, until
+
+T = TypeVar("T")
+
+LEASE_SECONDS = 8.0
+SETTINGS = {
+    "STILLHOUSE_LEASE_SECONDS": str(LEASE_SECONDS),
+    "STILLHOUSE_HEARTBEAT_SECONDS": "0.5",
+    "STILLHOUSE_SWEEP_SECONDS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+WORKERS = ("trainer", "trainer2", "distiller")
+
+
+@dataclass
+class RankProcess:
+    """A process that carries the mark of a run."""
+
+    process: psutil.Process
+    job_id: str
+    attempt: int
+    is_torchrun: bool
+
+
+@dataclass
+class House:
+    """The platform, and the harness's own undisturbed way to its database and broker."""
+
+    root: Path
+    log: list[str] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start everything; returns when the workers take messages through the proxy."""
+        os.environ.update(SETTINGS)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._ready, self._stopping = threading.Event(), threading.Event()
+        self._failure = ""
+        # Parts die with the thread that started them: this one lives as long as they.
+        self._thread = threading.Thread(target=self._supervise, daemon=True)
+        self._thread.start()
+        self._ready.wait(300)
+        assert self._ready.is_set(), self._failure
+        assert not self._failure, self._failure
+
+    def stop(self) -> None:
+        """Stop every part and wait for it."""
+        self._stopping.set()
+        self._thread.join(240)
+        if hasattr(self, "store"):
+            self.store.engine.dispose()
+
+    def say(self, line: str) -> None:
+        """Keep a line of the supervision with its time."""
+        stamped = f"{time.strftime('%H:%M:%S')} {line}"
+        self.log.append(stamped)
+        with (self.root / "supervision.log").open("a") as file:
+            file.write(stamped + "\n")
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.platform.parts if part.name == name)
+
+    def signal_part(self, name: str, number: signal.Signals = signal.SIGKILL) -> int | None:
+        """Signal a part that runs; return its pid, or None where it is down already."""
+        part = self.part(name)
+        if part.start_at is not None or part.process is None or part.process.poll() is not None:
+            return None
+        os.kill(part.process.pid, number)
+        return part.process.pid
+
+    def is_up(self, name: str) -> bool:
+        part = self.part(name)
+        running = part.start_at is None and part.process is not None
+        if not running or part.process is None or part.process.poll() is not None:
+            return False
+        return not isinstance(part, Service) or part.is_ready()
+
+    def wait_until_up(self, *, seconds: float = 120) -> bool:
+        """Wait until every part runs and the API says that it is ready."""
+        return until(lambda: all(map(self.is_up, self.platform.pids)), seconds=seconds, pause=0.2)
+
+    def rank_processes(self) -> list[RankProcess]:
+        """Return the living processes of any run of this platform, by the mark they carry."""
+        prefix = f"{RUN_MARK}={self.settings.runs_dir}/".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                mark = next((value for value in variables if value.startswith(prefix)), None)
+                if mark is None:
+                    continue
+                job_id, number = mark.removeprefix(prefix).decode().split("/")
+                process = psutil.Process(int(entry.name))
+                if not is_alive(process):
+                    continue
+                words = process.cmdline()
+            except (OSError, psutil.Error):
+                continue
+            is_torchrun = "torch.distributed.run" in words
+            found.append(RankProcess(process, job_id, int(number), is_torchrun))
+        return found
+
+    def execute(self, statement: str, **values: object) -> list[tuple[object, ...]]:
+        """Run one SQL statement on the harness's own connection, waiting for Postgres if need be."""
+
+        def once() -> list[tuple[object, ...]]:
+            with transaction(self.store.engine) as session:
+                result = session.execute(text(statement), values)
+                return [tuple(row) for row in result] if result.returns_rows else []  # type: ignore[attr-defined]
+
+        return self.patiently(once)
+
+    def patiently(self, ask: Callable[[], T], *, seconds: float = 90) -> T:
+        """Return the answer of the database, asked again while it is away."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return ask()
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+    def _supervise(self) -> None:
+        platform: Platform | None = None
+        try:
+            platform = start_platform(self.root / "data", port=0, models=[], say=self.say)
+            self._furnish(platform)
+            self._ready.set()
+            while not self._stopping.wait(0.1):
+                platform.look_after(self.say)
+        except Exception:  # noqa: BLE001  (the thread's boundary: `start` and the campaign report it)
+            self._failure = traceback.format_exc()
+            self.say(self._failure)
+            self._ready.set()
+        finally:
+            if platform is not None:
+                platform.stop()
+
+    def _furnish(self, platform: Platform) -> None:
+        """Put the proxy before the workers' database, add a trainer, shorten the pauses."""
+        self.platform, self.url = platform, platform.url
+        database_url = platform.parts[0].url  # type: ignore[attr-defined]
+        sockets = Path(database_url.split("host=", 1)[1])
+        self.proxy = Proxy(sockets / ".s.PGSQL.5432")
+        trainer = self.part("trainer")
+        assert isinstance(trainer, Service)
+        ready = platform.data_dir / "run" / "trainer2.ready"
+        second = Service(
+            name="trainer2",
+            module=trainer.module,
+            env=trainer.env | {"STILLHOUSE_READY_FILE": str(ready)},
+            log=platform.data_dir / "logs" / "trainer2.log",
+            stop_seconds=trainer.stop_seconds,
+            is_ready=ready.exists,
+        )
+        platform.stops.callback(second.stop)
+        platform.parts.append(second)
+        through = f"postgresql+psycopg://postgres@127.0.0.1:{self.proxy.port}/stillhouse"
+        for part in platform.parts:
+            part.pause, part.longest_pause = 0.5, 1.0
+            if part.name in WORKERS and isinstance(part, Service):
+                part.stop()
+                part.env["STILLHOUSE_DATABASE_URL"] = through
+                Path(part.env["STILLHOUSE_READY_FILE"]).unlink(missing_ok=True)
+                part.start()
+        self.settings = JobSettings(
+            database_url=database_url,
+            broker_url=platform.parts[1].url,  # type: ignore[attr-defined]
+            data_dir=platform.data_dir,
+            lease_seconds=LEASE_SECONDS,
+        )
+        self.store: Store = open_store(self.settings)
+        self.celery: Celery = make_celery(self.settings)
+        assert self.wait_until_up()
+
+
+def client(house: House) -> httpx.Client:
+    """Return an HTTP client of the platform."""
+    return httpx.Client(base_url=house.url, timeout=30)

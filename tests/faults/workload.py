@@ -1,0 +1,202 @@
+"""Small jobs, always some of each kind in flight, and where each of them stands right now."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.shared.jobs.rundir import RunDirectory
+from tests.faults.house import House, RankProcess
+
+TEACHER = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+STUDENT = {**TEACHER, "hidden_size": 8, "intermediate_size": 16}
+# Steps take milliseconds and checkpoints tens: many of both, so that either can be hit.
+TRAINING = {
+    "max_steps": 60,
+    "epochs": 100,
+    "eval_every_epochs": 2,
+    "batch_size": 8,
+    "max_length": 16,
+    "learning_rate": 0.01,
+    "checkpoint_every_steps": 4,
+}
+RECIPE = {"compute": "float32", "reduce": "float32", "activation_checkpointing": False}
+MOST_ATTEMPTS = 10
+# What a rank reports, by the name that a fault's plan uses for it.
+PHASES = {
+    "launching": "claimed",
+    "loading": "loading",
+    "wrapping": "loading",
+    "training": "training",
+    "evaluating": "training",
+    "saving": "saving",
+    "exporting": "exporting",
+    "finishing": "finishing",
+}
+
+
+@dataclass
+class Tracked:
+    """A job of ours, and what was done to it."""
+
+    id: str
+    kind: str
+    since: float
+    draws: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Standing:
+    """Where a job stands, by its row and by the files of its ranks."""
+
+    job_id: str
+    kind: str
+    attempt: int
+    phase: str
+
+
+class Workload:
+    """Submits jobs as others end, and knows those in flight."""
+
+    def __init__(self, house: House, rng: random.Random) -> None:
+        self._house = house
+        self._rng = rng
+        self._client = httpx.Client(base_url=house.url, timeout=30)
+        self._pending: tuple[str, dict[str, Any]] | None = None  # a request not answered yet
+        self._count = 0
+        self._states_at = 0.0
+        self._rows: list[tuple[str, str, str, int]] = []
+        self.flying: dict[str, Tracked] = {}
+        self.ended: list[Tracked] = []
+        self.dataset_id = self._upload()
+        self.teacher_model_id: str | None = None
+
+    def spec(self, kind: str, *, ranks: int = 1, **training: Any) -> dict[str, Any]:
+        """Return a small job of a kind: teacher, distill (needs a teacher) or chain."""
+        common = {
+            "training": TRAINING | training,
+            "recipe": RECIPE,
+            "resources": {"ranks": ranks, "device": "cpu"},
+            "max_attempts": MOST_ATTEMPTS,
+        }
+        own = {"config": TEACHER, "tokenizer": {"train": True, "vocab_size": 300}}
+        teacher = {"dataset_id": self.dataset_id, "model": own, **common}
+        distill = {"student": {"config": STUDENT, "tokenizer": "teacher"}, **common}
+        if kind == "teacher":
+            return {"kind": kind, **teacher}
+        if kind == "chain":
+            return {
+                "kind": kind,
+                "teacher": teacher,
+                "distill": distill | {"promote": "when_passed"},
+            }
+        return {
+            "kind": kind,
+            "dataset_id": self.dataset_id,
+            "teacher": {"model_id": self.teacher_model_id},
+            **distill,
+        }
+
+    def top_up(self, *, most: int) -> None:
+        """Submit one job if fewer than `most` are in flight and the API answers."""
+        if self._pending is None and len(self.flying) < most:
+            kinds = ["teacher", "teacher", "distill", "chain"]
+            kind = kinds[self._count % 4] if self.teacher_model_id else "teacher"
+            self._count += 1
+            ranks = 2 if self._rng.random() < 0.15 else 1
+            self._pending = (f"faults-{self._count}", self.spec(kind, ranks=ranks))
+        if self._pending is not None:
+            self.submit(*self._pending)
+
+    def submit(self, key: str, spec: dict[str, Any]) -> str | None:
+        """Send a job under a key of its own until it is answered: a lost answer makes no second job."""
+        try:
+            answer = self._client.post("/jobs", json=spec, headers={"Idempotency-Key": key})
+        except httpx.TransportError:
+            return None
+        if answer.status_code == 503:
+            return None
+        assert answer.status_code in (200, 202), answer.text
+        self._pending = None
+        job = answer.json()
+        for job_id in (job["id"], *job["child_job_ids"]):
+            kind = "teacher" if job_id == job["id"] and spec["kind"] != "distill" else "distill"
+            self.flying.setdefault(job_id, Tracked(job_id, kind, time.monotonic()))
+        return str(job["id"])
+
+    def look(self) -> list[Tracked]:
+        """Read the rows of jobs in flight; return the jobs that have ended since."""
+        rows = self._house.execute(
+            "SELECT id, kind, state, attempt FROM jobs WHERE id = ANY(:ids)", ids=list(self.flying)
+        )
+        self._rows = [(str(i), str(k), str(s), int(str(n))) for i, k, s, n in rows]
+        self._states_at = time.monotonic()
+        over = [i for i, _, state, _ in self._rows if state in ("succeeded", "failed", "cancelled")]
+        ended = [self.flying.pop(job_id) for job_id in over]
+        self.ended += ended
+        return ended
+
+    def standings(self) -> list[Standing]:
+        """Return where each job in flight stands; files are read now, rows at the last look."""
+        found = []
+        for job_id, kind, state, attempt in self._rows:
+            if state in ("queued", "waiting"):
+                found.append(Standing(job_id, kind, attempt, state))
+            elif state == "running" and job_id in self.flying:
+                run = RunDirectory(self._house.settings.run_dir(job_id, attempt))
+                found.append(Standing(job_id, kind, attempt, phase_of(run)))
+        return found
+
+    def _upload(self) -> str:
+        rows = [
+            {"text": f"{n} it was {word}", "mood": label}
+            for n in range(40)
+            for word, label in (("clean", "good"), ("dirty", "bad"))
+        ]
+        file = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        form = {"name": "moods", "heads": json.dumps([{"name": "mood"}])}
+        answer = self._client.post("/datasets", files={"file": ("m.jsonl", file)}, data=form)
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["id"])
+
+
+def phase_of(run: RunDirectory) -> str:
+    """Return the phase of a running attempt by the last whole line of its ranks' progress."""
+    if run.report.exists():
+        return "finishing"
+    last = _last_line(run.progress)
+    return PHASES[json.loads(last)["phase"]] if last else "claimed"
+
+
+def _last_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 4096))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return b""
+    return lines[-1] if lines and lines[-1].startswith(b"{") else b""
+
+
+def victims(processes: list[RankProcess], standing: Standing) -> list[RankProcess]:
+    """Return the processes of the attempt that a standing is about."""
+    return [
+        each
+        for each in processes
+        if (each.job_id, each.attempt) == (standing.job_id, standing.attempt)
+    ]
