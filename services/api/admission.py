@@ -64,6 +64,7 @@ def model_directory(path: str, *, settings: ApiSettings, field: str) -> Path:
         directory = resolve_model(path, roots=settings.model_roots, field=field)
     except (OSError, RuntimeError) as error:  # a name too long, links in a circle
         raise InvalidInput(f"{field}: this is no path of a directory", field=field) from error
+    _refuse_links_out(directory, settings=settings, field=field)
     if not (directory / "config.json").is_file():
         raise InvalidInput(f"{field}: {path!r} has no config.json", field=field)
     if not any(directory.glob("*.safetensors")):
@@ -72,3 +73,15 @@ def model_directory(path: str, *, settings: ApiSettings, field: str) -> Path:
             field=field,
         )
     return directory
+
+
+def _refuse_links_out(directory: Path, *, settings: ApiSettings, field: str) -> None:
+    roots = [root.resolve() for root in settings.model_roots]
+    for path in directory.iterdir():
+        try:
+            stays = any(path.resolve().is_relative_to(root) for root in roots)
+        except (OSError, RuntimeError):  # links in a circle
+            stays = False
+        if not stays:
+            message = f"{field}: {path.name[:100]!r} is a link that leads out of the model roots"
+            raise InvalidInput(message, field=field)

@@ -12,6 +12,7 @@ from services.api import errors
 from services.api.body import BodyLimit
 from services.api.deps import Parts
 from services.api.direct import DirectRoute, Shortcut
+from services.api.door import Door
 from services.api.openapi import describe
 from services.api.routes import (
     classify,
@@ -56,6 +57,7 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
     describe(app, models=[errors.Problem, datasets.DatasetForm])
     parts.metrics.registry.register(InfoCollector(parts.predictor))
     parts.metrics.registry.register(PlanErrorCollector(parts.store.plan_errors))
+    app.add_middleware(Door)
     direct = [*predict.router.routes, *classify.router.routes]
     app.add_middleware(Shortcut, routes=[r for r in direct if isinstance(r, DirectRoute)])
     app.add_middleware(BodyLimit, settings=parts.settings)

@@ -111,7 +111,18 @@ def requires(scope: Scope | None) -> Callable[..., Awaitable[None]]:
 
 
 def check_key(request: Request, scope: Scope | None) -> None:
-    """Let a request pass with a key that has `scope` (None: any key), at its rate.
+    """Let a request pass with a key that has `scope` (None: any key), at its rate. Raises ProblemError."""
+    key = known_key(request)
+    if key is None:
+        return
+    rates: Rates = request.app.state.parts.rates
+    (rates.predict if scope is Scope.PREDICT else rates.other).spend(key.sha256)
+    if not key.allows(scope):
+        raise ProblemError("forbidden", f"This needs a key with the scope {scope}.")
+
+
+def known_key(request: Request) -> ApiKey | None:
+    """Return the key that a request bears, or None where there are no keys and it is local.
 
     Raises ProblemError. A right key passes from an address that has sent too many wrong ones: behind
     a proxy all clients have one address, and nobody guesses 256 random bits at any rate.
@@ -119,20 +130,18 @@ def check_key(request: Request, scope: Scope | None) -> None:
     keys: Keys = request.app.state.parts.keys
     if keys.is_open:
         _check_local(request)
-        return
-    rates: Rates = request.app.state.parts.rates
+        return None
     kind, _, credentials = request.headers.get("authorization", "").partition(" ")
     key = keys.find(credentials.strip()) if kind.lower() == "bearer" else None
     if key is None:
+        rates: Rates = request.app.state.parts.rates
         rates.wrong_keys.spend(address_of(request))
         raise ProblemError(
             "unauthorized",
             "Send an API key of this server as `Authorization: Bearer <key>`.",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    (rates.predict if scope is Scope.PREDICT else rates.other).spend(key.sha256)
-    if not key.allows(scope):
-        raise ProblemError("forbidden", f"This needs a key with the scope {scope}.")
+    return key
 
 
 async def limit_strangers(request: Request) -> None:

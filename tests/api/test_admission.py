@@ -92,6 +92,31 @@ def test_a_directory_that_we_do_not_read_is_refused(
         admit(teacher("odd"))
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-2.safetensors"])
+def test_a_file_that_is_a_link_out_of_the_roots_is_refused(
+    admit: Admitter, roots: Path, name: str
+) -> None:
+    (roots.parent / "secret").write_text("{}")
+    (roots / "qwen" / name).unlink(missing_ok=True)
+    (roots / "qwen" / name).symlink_to(roots.parent / "secret")
+    with pytest.raises(InvalidInput, match=f"{name}.* leads out of the model roots") as refused:
+        admit(teacher("qwen"))
+    assert refused.value.field == "model.path"
+
+
+def test_links_between_directories_of_a_root_are_followed(admit: Admitter, roots: Path) -> None:
+    """A hub's cache keeps files under their hashes and links to them."""
+    make_model(roots / "blobs", "ab12")
+    (roots / "qwen" / "model-2.safetensors").symlink_to(roots / "blobs" / "ab12")
+    admit(teacher("qwen"))
+
+
+def test_a_circle_of_links_is_refused(admit: Admitter, roots: Path) -> None:
+    (roots / "qwen" / "vocab.json").symlink_to(roots / "qwen" / "vocab.json")
+    with pytest.raises(InvalidInput, match=r"vocab\.json"):
+        admit(teacher("qwen"))
+
+
 def test_the_wrong_one_of_two_paths_is_named(admit: Admitter) -> None:
     for spec, field in [
         (distill("none", "qwen"), "teacher.path"),

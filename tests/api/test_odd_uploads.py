@@ -1,0 +1,84 @@
+"""Uploads that are packed, or written in another alphabet: refused by name, and never unpacked."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zipfile
+from typing import Any
+
+import pytest
+
+ROWS = "".join(
+    json.dumps(
+        {"text": f"naïve Texte {n}", "mood": "froh" if n % 2 else "trüb"}, ensure_ascii=False
+    )
+    + "\n"
+    for n in range(40)
+)
+BOMB = gzip.compress(bytes(50 * 2**20))  # 50 MB of zeros in 50 kB
+
+
+def zipped(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a.jsonl", content)
+    return file.getvalue()
+
+
+ODD = {
+    "gzip": gzip.compress(ROWS.encode()),
+    "gzip bomb": BOMB,
+    "gzip of a gzip bomb": gzip.compress(BOMB),
+    "bzip2": bz2.compress(ROWS.encode()),
+    "xz": lzma.compress(ROWS.encode()),
+    "zip": zipped(ROWS.encode()),
+    "UTF-16": ROWS.encode("utf-16"),
+    "UTF-32": ROWS.encode("utf-32"),
+    "Latin-1": ROWS.encode("latin-1"),
+    "GB18030": ROWS.replace("ï", "中").replace("ü", "文").encode("gb18030"),
+    "EBCDIC": ROWS.encode("cp500"),
+    "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00cbuiltins\neval\n.",
+    "Parquet without an end": b"PAR1" + bytes(100),
+}
+
+
+def upload(client: Any, content: bytes, *, format: str | None, **headers: str) -> Any:
+    form = {"heads": '[{"name": "mood"}]'} | ({"format": format} if format else {})
+    return client.post(
+        "/datasets", files={"file": ("a.jsonl", content)}, data=form, headers=headers
+    )
+
+
+@pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
+def test_what_is_packed_or_of_another_charset_is_refused_by_name(
+    platform: Any, format: str
+) -> None:
+    client = platform.client()
+    for kind, content in ODD.items():
+        response = upload(client, content, format=format)
+        assert response.status_code == 422, kind
+        assert response.json()["type"] == "urn:stillhouse:problem:invalid-dataset"
+        assert len(response.content) < 20_000
+    assert list(platform.settings.datasets_dir.iterdir()) == []
+    assert list(platform.settings.uploads_dir.iterdir()) == []
+
+
+def test_a_packed_file_is_known_by_its_name(platform: Any) -> None:
+    files = {"file": ("rows.jsonl.gz", ODD["gzip"])}
+    response = platform.client().post("/datasets", files=files)
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "file"
+
+
+def test_a_packed_body_is_never_unpacked(platform: Any) -> None:
+    """`Content-Encoding` is a way to send a bomb past a limit on the body's size."""
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    client = platform.client()
+    for path in ("/datasets", "/jobs", "/predict", "/diagnoses"):
+        response = client.post(path, content=BOMB, headers=headers)
+        assert response.status_code in (400, 422)
+        assert response.headers["content-type"] == "application/problem+json"
