@@ -146,6 +146,37 @@ def overdue(
     return [Ticket(job_id, kind) for job_id in ids]
 
 
+def without_result(session: Session, attempts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return those of (job id, attempt) that are over and have made no model."""
+    jobs = {
+        row.id: row
+        for row in session.execute(
+            select(JobRow.id, JobRow.state, JobRow.attempt).where(
+                JobRow.id.in_({job_id for job_id, _ in attempts})
+            )
+        )
+    }
+    found = []
+    for job_id, number in attempts:
+        job = jobs.get(job_id)
+        if job is None:
+            continue
+        # Only its last attempt can have made a job's model, or be running.
+        may_stand = job.state in (JobState.SUCCEEDED, JobState.RUNNING, JobState.CANCELLING)
+        if number < job.attempt or (number == job.attempt and not may_stand):
+            found.append((job_id, number))
+    return found
+
+
+def succeeded_among(session: Session, job_ids: list[str]) -> list[str]:
+    """Return those of the jobs that have succeeded."""
+    return list(
+        session.scalars(
+            select(JobRow.id).where(JobRow.id.in_(job_ids), JobRow.state == JobState.SUCCEEDED)
+        )
+    )
+
+
 def _ended_as(session: Session, job_id: str, attempt: int, end: End) -> bool:
     """Return whether the attempt was ended so: by its own worker, since the sweep says "lost"."""
     ending = session.scalar(

@@ -33,6 +33,9 @@ class JobSettings(BaseSettings):
     )
     heartbeat_seconds: float = Field(2.0, gt=0, description="How often a worker renews its lease.")
     sweep_seconds: float = Field(15.0, gt=0, description="How often lost jobs are looked for.")
+    tidy_seconds: float = Field(
+        600.0, gt=0, description="How often a worker removes files that killed processes have left."
+    )
     stop_grace_seconds: float = Field(
         120.0, gt=0, description="How long ranks may save after a stop request before SIGTERM."
     )

@@ -269,6 +269,16 @@ class Store:
         with transaction(self.engine) as session:
             return attempt_rows.overdue(session, kind, sent_before=sent_before, limit=limit)
 
+    def attempts_without_result(self, attempts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those of (job id, attempt) that are over and have made no model."""
+        with transaction(self.engine) as session:
+            return attempt_rows.without_result(session, attempts)
+
+    def succeeded_among(self, job_ids: list[str]) -> list[str]:
+        """Return those of the jobs that have succeeded."""
+        with transaction(self.engine) as session:
+            return attempt_rows.succeeded_among(session, job_ids)
+
     # Models and promotions
 
     def model(self, model_id: str) -> ModelView:

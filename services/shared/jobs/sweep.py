@@ -15,13 +15,18 @@ from services.shared.jobs.views import Ticket
 _GRACE = timedelta(seconds=30)
 
 
-def sweep(store: Store, app: Celery, *, now: datetime | None = None) -> list[Ticket]:
+def sweep(
+    store: Store, app: Celery, *, now: datetime | None = None, ends_lost: bool = True
+) -> list[Ticket]:
     """End attempts whose lease ran out and send again what has no message; return what was sent.
+
+    `ends_lost=False` leaves the attempts alone: after an outage that kept their workers from renewing.
 
     Time is the database's unless `now` says otherwise. Safe to run by many at once. Raises
     Unavailable when the database does not answer; a broker that is away is tried at the next sweep.
     """
-    sent = [ticket for ticket in store.end_lost_attempts(now=now) if send(app, *ticket)]
+    lost = store.end_lost_attempts(now=now) if ends_lost else []
+    sent = [ticket for ticket in lost if send(app, *ticket)]
     sent_before = _GRACE if now is None else now - _GRACE
     for kind in QUEUES:
         # While messages wait in the queue there is no telling which is missing, and no hurry: what

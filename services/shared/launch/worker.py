@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import structlog
 from celery import Celery
 from celery.signals import worker_ready, worker_shutting_down
 
+from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.leftovers import remove_leftovers
 from services.shared.jobs.queue import TASK, make_celery, send
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.store import Store, open_store
@@ -95,11 +98,22 @@ def register(
 
 
 def _sweep_until(stopping: threading.Event, *, app: Celery, store: Store) -> None:
-    """Look for lost jobs and lost messages every `sweep_seconds`, whatever happens meanwhile."""
-    while not stopping.wait(store.settings.sweep_seconds):
+    """Look for lost jobs and messages every `sweep_seconds`, and for leftovers now and then.
+
+    Leases that ran out while the database was away are no sign of death: their workers could not renew
+    them. After an outage they get a whole lease's time to do so, whoever sweeps first.
+    """
+    tidy_at = spare_until = 0.0
+    settings = store.settings
+    while not stopping.wait(settings.sweep_seconds):
         try:
-            sweep(store, app)
+            sweep(store, app, ends_lost=time.monotonic() >= spare_until)
             if os.environ.get(ALIVE_FILE):
                 Path(os.environ[ALIVE_FILE]).touch()
+            if time.monotonic() >= tidy_at:
+                tidy_at = time.monotonic() + settings.tidy_seconds
+                remove_leftovers(store)
         except Exception as error:  # noqa: BLE001  (the thread's boundary: report and go on)
+            if isinstance(error, Unavailable):
+                spare_until = time.monotonic() + settings.sweep_seconds + settings.lease_seconds
             log.warning("sweep_failed", error=f"{type(error).__name__}: {error}")

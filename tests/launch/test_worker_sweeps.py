@@ -1,4 +1,4 @@
-"""The file whose age tells a container's health check that the worker still sweeps."""
+"""What a worker does around its sweeps: tell that it lives, spare leases after an outage."""
 
 from __future__ import annotations
 
@@ -32,32 +32,51 @@ def alive_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def _sweep_once(monkeypatch: pytest.MonkeyPatch, sweep: Any) -> None:
+def _sweep(monkeypatch: pytest.MonkeyPatch, sweep: Any, *, sweeps: int = 1) -> None:
     monkeypatch.setattr(worker, "sweep", sweep)
-    store: Any = SimpleNamespace(settings=SimpleNamespace(sweep_seconds=15.0))
+    monkeypatch.setattr(worker, "remove_leftovers", lambda store: [])
+    settings = SimpleNamespace(sweep_seconds=15.0, tidy_seconds=600.0, lease_seconds=60.0)
+    store: Any = SimpleNamespace(settings=settings)
     app: Any = None
-    worker._sweep_until(_StopAfter(1), app=app, store=store)
+    worker._sweep_until(_StopAfter(sweeps), app=app, store=store)
 
 
 def test_a_sweep_that_succeeded_touches_the_file(
     alive_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _sweep_once(monkeypatch, lambda *_: [])
+    _sweep(monkeypatch, lambda *_, **__: [])
     assert alive_file.exists()
 
 
 def test_a_sweep_that_failed_leaves_the_file_alone(
     alive_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise Unavailable("the database does not answer")
 
-    _sweep_once(monkeypatch, fail)
+    _sweep(monkeypatch, fail)
     assert not alive_file.exists()
 
 
 def test_without_a_name_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(worker.ALIVE_FILE, raising=False)
     monkeypatch.chdir(tmp_path)
-    _sweep_once(monkeypatch, lambda *_: [])
+    _sweep(monkeypatch, lambda *_, **__: [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_after_an_outage_leases_get_the_time_of_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [1000.0], []
+    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+
+    def sweep(*_: object, ends_lost: bool) -> None:
+        asked.append((clock[0], ends_lost))
+        clock[0] += 15.0
+        if len(asked) in (2, 3):
+            raise Unavailable("the database does not answer")
+
+    _sweep(monkeypatch, sweep, sweeps=9)
+    spared = [at for at, ends_lost in asked if not ends_lost]
+    # The second outage ends at 1045; 15 s to the next sweep and 60 s of a lease.
+    assert (min(spared), max(spared)) == (1030.0, 1105.0)
+    assert asked[-1][1]
