@@ -131,6 +131,19 @@ def test_a_teacher_that_fails_fails_its_distillation(desk: Any, chain: dict[str,
     assert child["message"] == f"Its teacher job {claim.job_id} is failed: Too much."
 
 
+def test_retrying_the_teacher_of_a_chain_repeats_all_of_it(
+    desk: Any, chain: dict[str, Any]
+) -> None:
+    claim = desk.running(chain)
+    desk.fail(claim)
+    again = desk.client.post(f"/jobs/{claim.job_id}/retry").json()
+    (child_id,) = again["child_job_ids"]
+    child = desk.client.get(f"/jobs/{child_id}").json()
+    assert child["state"] == "waiting"
+    assert child["spec"]["teacher"]["job_id"] == again["id"]
+    assert child["plan"] is not None
+
+
 def test_a_cancelled_teacher_fails_its_distillation(desk: Any, chain: dict[str, Any]) -> None:
     teacher = desk.submit(chain).json()
     desk.client.post(f"/jobs/{teacher['id']}/cancel")

@@ -138,6 +138,42 @@ def test_a_retry_is_a_new_job(house: House, state: JobState) -> None:
     assert house.store.job(old.id) == old
 
 
+def test_a_retried_teacher_brings_those_that_failed_with_it(house: House) -> None:
+    parent = house.running()
+    child = _child(house, parent.job_id)
+    grandchild = _child(house, child.id)
+    cancelled = _child(house, parent.job_id)
+    house.store.request_cancel(cancelled.id)
+    house.store.finish(parent, CRASHED)
+    again = house.store.retry(parent.job_id)
+    (child_id,) = again.child_job_ids  # who was cancelled on request stays away
+    new = house.store.job(child_id)
+    assert (new.state, new.retry_of, new.parent_job_id) == (JobState.WAITING, child.id, again.id)
+    assert new.spec.teacher.job_id == again.id
+    assert new.recipe == house.store.job(child.id).recipe
+    (grandchild_id,) = new.child_job_ids
+    assert house.store.job(grandchild_id).retry_of == grandchild.id
+    assert house.store.job(child.id).reason == Reason.PARENT_FAILED  # what is over stays over
+    model_id = house.succeed(house.claim(again.id))
+    released = house.store.job(child_id)
+    assert (released.state, released.teacher_model_id) == (JobState.QUEUED, model_id)
+
+
+def test_a_second_retry_brings_them_only_where_the_first_came_to_nothing(house: House) -> None:
+    parent = house.running()
+    child = _child(house, parent.job_id)
+    house.store.finish(parent, CRASHED)
+    first, second = house.store.retry(parent.job_id), house.store.retry(parent.job_id)
+    assert (len(first.child_job_ids), second.child_job_ids) == (1, [])
+    house.store.finish(house.claim(first.id), CRASHED)
+    third = house.store.retry(first.id)
+    (child_id,) = third.child_job_ids
+    assert house.store.job(child_id).retry_of == first.child_job_ids[0]
+    house.store.request_cancel(child_id)
+    fourth = house.store.retry(parent.job_id)
+    assert [house.store.job(one).retry_of for one in fourth.child_job_ids] == [child.id]
+
+
 @pytest.mark.parametrize("state", sorted(set(JobState) - {JobState.FAILED, JobState.CANCELLED}))
 def test_only_what_failed_or_was_cancelled_is_retried(house: House, state: JobState) -> None:
     job_id = house.in_state(state)

@@ -14,7 +14,8 @@ from services.api.deps import Cursor, JobId, Limit, Parts, PartsDep
 from services.api.keys import Scope, requires
 from services.api.openapi import links, problems
 from services.shared.jobs.errors import blaming
-from services.shared.jobs.job_rows import Planned, changed_spec
+from services.shared.jobs.job_rows import Planned
+from services.shared.jobs.retries import changed_spec
 from services.shared.jobs.spec import ChainSpec, JobRequest, Recipe, Training
 from services.shared.jobs.state import JobState
 from services.shared.jobs.views import JobSummary, JobView, Kind, Page
@@ -154,7 +155,10 @@ class RetryRequest(BaseModel):
 def retry_job(
     job_id: JobId, parts: PartsDep, response: Response, body: RetryRequest | None = None
 ) -> JobView:
-    """Repeat a failed or cancelled job as a new one that goes on from its checkpoints."""
+    """Repeat a failed or cancelled job as a new one that goes on from its checkpoints.
+
+    Distillations that failed with a teacher are repeated with it, and wait for it.
+    """
     changes = body.model_dump(mode="json", exclude_unset=True) if body else {}
     recipe_changes, training_changes = changes.get("changes") or {}, changes.get("training") or {}
     former = parts.store.job(job_id)

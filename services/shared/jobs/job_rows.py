@@ -6,7 +6,6 @@ import hashlib
 import json
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
@@ -16,9 +15,8 @@ from services.shared.jobs.ids import new_id
 from services.shared.jobs.measured import side_by_side
 from services.shared.jobs.moves import append_state_event, move
 from services.shared.jobs.paging import LARGEST_SEQ, checked_limit
-from services.shared.jobs.planning import split_changes
 from services.shared.jobs.references import References, check_references
-from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec, job_spec
+from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.tables import AttemptRow, EventRow, JobRow, ModelRow
 from services.shared.jobs.views import (
@@ -31,7 +29,6 @@ from services.shared.jobs.views import (
     PlanError,
     Ticket,
 )
-from services.shared.memory.rungs import TEACHER_PLACEMENT
 
 _MAX_KEY_LENGTH = 255
 _SUMMARY = [getattr(JobRow, name) for name in JobSummary.model_fields]
@@ -219,33 +216,6 @@ def request_cancel(session: Session, job_id: str) -> None:
     settle_children(session, job_id)
 
 
-def retry(
-    session: Session,
-    job_id: str,
-    *,
-    recipe_changes: dict[str, Any],
-    training_changes: dict[str, Any],
-    plan: dict[str, Any] | None,
-) -> str:
-    """Insert a new job that repeats a failed or cancelled one; return its id.
-
-    Raises NotFound, InvalidTransition for any other state, InvalidInput naming a wrong change.
-    """
-    old = get(session, job_id, lock=True)
-    if old.state not in (JobState.FAILED, JobState.CANCELLED):
-        raise InvalidTransition(job_id, old.state, JobState.QUEUED)
-    spec = changed_spec(
-        job_spec.validate_python(old.spec),
-        recipe=old.recipe,
-        recipe_changes=recipe_changes,
-        training_changes=training_changes,
-    )
-    _, own = split_changes(recipe_changes)
-    recipe = Recipe.model_validate(old.recipe | own)
-    new, _ = create(session, spec, plan=plan, recipe=recipe, retry_of=job_id)
-    return new
-
-
 def settle_children(session: Session, job_id: str) -> list[Ticket]:
     """Release or fail the jobs that wait for a job which has just ended; return those to be sent.
 
@@ -277,38 +247,6 @@ def get(session: Session, job_id: str, *, lock: bool = False) -> JobRow:
     if row is None:
         raise NotFound("job", job_id)
     return row
-
-
-def changed_spec(
-    spec: TeacherSpec | DistillSpec,
-    *,
-    recipe: dict[str, Any],
-    recipe_changes: dict[str, Any],
-    training_changes: dict[str, Any],
-) -> TeacherSpec | DistillSpec:
-    """Return the spec with changes applied to `recipe` (the one last used) and to its training.
-
-    Among `recipe_changes` may be a distillation's `teacher_placement`, as in a remedy.
-
-    Raises InvalidInput naming the field that does not exist or has no such value.
-    """
-    whole = spec.model_dump(mode="json")
-    placement, own = split_changes(recipe_changes)
-    if placement is not None:
-        if not isinstance(spec, DistillSpec):
-            raise InvalidInput(
-                f"{TEACHER_PLACEMENT}: only a distillation has a teacher", field=TEACHER_PLACEMENT
-            )
-        whole["distillation"][TEACHER_PLACEMENT] = placement
-    if own:
-        whole["recipe"] = recipe | own
-    whole["training"] = whole["training"] | training_changes
-    try:
-        return job_spec.validate_python(whole)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][1:] if part != "Recipe")
-        raise InvalidInput(f"{field}: {first['msg']}", field=field) from error
 
 
 def _attempts(session: Session, job_id: str) -> list[AttemptView]:

@@ -53,7 +53,8 @@ def _teacher_job(session: Session, job_id: str, heads: list[Head]) -> References
         raise InvalidInput(f"{field}: there is no job {job_id!r}", field=field)
     if parent.state in (JobState.FAILED, JobState.CANCELLED):
         raise InvalidInput(
-            f"{field}: job {job_id} is {parent.state} and made no model; retry it and name the new job",
+            f"{field}: job {job_id} is {parent.state} and made no model; retry it: "
+            "what failed with it is repeated too, and anything else can name the new job",
             field=field,
         )
     if parent.state == JobState.SUCCEEDED:

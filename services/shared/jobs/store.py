@@ -9,7 +9,7 @@ from sqlalchemy import Engine, select, text
 from sqlalchemy.dialects.postgresql import insert
 
 from services.shared.datasets.card import DatasetCard
-from services.shared.jobs import attempt_rows, job_rows, model_rows, serving_rows
+from services.shared.jobs import attempt_rows, job_rows, model_rows, retries, serving_rows
 from services.shared.jobs.claims import make_claim
 from services.shared.jobs.database import create_engine, transaction
 from services.shared.jobs.errors import Conflict, NotFound
@@ -184,10 +184,11 @@ class Store:
     ) -> JobView:
         """Store a new job that repeats a failed or cancelled one and goes on from its checkpoints.
 
+        Distillations that failed with a teacher are stored anew with it, and wait for it.
         Raises NotFound, InvalidTransition, InvalidInput; send the new job after that if it is `queued`.
         """
         with transaction(self.engine) as session:
-            new = job_rows.retry(
+            new = retries.retry(
                 session,
                 job_id,
                 recipe_changes=recipe_changes or {},
