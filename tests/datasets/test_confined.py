@@ -91,7 +91,7 @@ def test_a_fault_of_the_disk_is_none_of_the_file(tmp_path: Path) -> None:
 def test_the_process_is_told_no_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its environment is read by another name for the interpreter, which writes it down."""
     spy = tmp_path / "python"
-    spy.write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\n")
+    spy.write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\nkill -9 $$\n")
     spy.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(spy))
     monkeypatch.setenv("STILLHOUSE_DATABASE_URL", "postgresql://user:hush@db/x")
@@ -101,6 +101,17 @@ def test_the_process_is_told_no_passwords(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"PATH={os.environ['PATH']}" in environment
     assert "STILLHOUSE_" not in environment
     assert "hush" not in environment
+
+
+def test_a_process_that_breaks_otherwise_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho ImportError: no such room >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(broken))
+    with pytest.raises(RuntimeError, match=r"broke: .*no such room"):
+        take(parquet(tmp_path / "upload", pa.array(["a"])), tmp_path / "datasets")
 
 
 def test_rows_without_end_are_refused_before_the_first(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from services.shared.datasets.ingest import ingest
 from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layout
 
 _CPU_SECONDS = 3600
+_OUT_OF_MEMORY = (
+    3  # exit code; a process that is killed, or aborts within Arrow, has a negative one
+)
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
@@ -59,7 +62,8 @@ def ingest_confined(
 ) -> DatasetCard:
     """Do what `ingest` does in a process that may map no more than `memory_bytes`.
 
-    Raises DatasetRejected, also where that was too little, and OSError of the disk.
+    Raises DatasetRejected, also where that was too little, OSError of the disk, and RuntimeError with the
+    last line of what the process said where it broke otherwise.
     """
     task = _Task(
         upload=upload.absolute(),
@@ -80,9 +84,12 @@ def ingest_confined(
         env={k: v for k, v in os.environ.items() if not k.startswith("STILLHOUSE_")}
         | {"OMP_NUM_THREADS": "1"},
     )
-    if done.returncode != 0 or not done.stdout:
+    if done.returncode != 0:
         for left in datasets_dir.glob(f".{id}.*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
+        if done.returncode > 0 and done.returncode != _OUT_OF_MEMORY:
+            last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"the process that reads an upload broke: {last}")
         message = (
             f"cannot be read within {memory_bytes:,} bytes of memory; send it as JSONL, or in parts"
         )
@@ -112,7 +119,7 @@ def main() -> None:
     except DatasetRejected as refused:
         answer = _Answer(faults=refused.faults, total=refused.total)
     except MemoryError:
-        sys.exit(1)
+        sys.exit(_OUT_OF_MEMORY)
     except OSError as error:
         if error.errno is None:
             raise
@@ -121,11 +128,17 @@ def main() -> None:
 
 
 def _confine(memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, memory_bytes)
+    _limit(resource.RLIMIT_CPU, _CPU_SECONDS)
+    _limit(resource.RLIMIT_CORE, 0)
     if _OOM_SCORE.exists():  # where memory is short all the same, this process goes first
         _OOM_SCORE.write_text("1000")
+
+
+def _limit(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]  # nobody but root may go beyond it
+    allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (allowed, allowed))
 
 
 if __name__ == "__main__":
