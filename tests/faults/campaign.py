@@ -252,8 +252,12 @@ class Campaign:
         ends = ENDS
         if hasattr(self, "scene") and job.id in self.scene.might_fill:
             ends |= {Reason.DISK_FULL}
-        found = self.house.patiently(lambda: check_job(self.house.store, job.id, ends=ends))
-        row = self.house.patiently(lambda: self.house.store.job(job.id))
+        try:
+            found = self.house.patiently(lambda: check_job(self.house.store, job.id, ends=ends))
+            row = self.house.patiently(lambda: self.house.store.job(job.id))
+        except Exception as error:  # noqa: BLE001  (what cannot be checked is a violation, too)
+            self._violate("job", f"{job.id} cannot be checked: {error!r}", job.draws)
+            return
         self.ends[f"{row.state}{f' ({row.reason})' if row.reason else ''}"] += 1
         self.attempts += row.attempt
         self.resumed += found.resumed

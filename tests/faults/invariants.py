@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from services.shared.jobs.ids import model_id_of
@@ -125,7 +125,7 @@ def _check_steps(found: Verdict, store: Store, job: JobView) -> None:
 
 def _saved(lines: list[ProgressRecord], sure: int, possible: int) -> tuple[int, int]:
     """Return the last step whose saving had certainly ended, and the last whose saving had begun."""
-    for line, after in zip(lines, [*lines[1:], None], strict=True):
+    for line, after in zip_longest(lines, lines[1:]):
         if line.phase is Phase.SAVING and line.step is not None:
             possible = max(possible, line.step)
             sure = max(sure, line.step) if after is not None else sure
