@@ -4,8 +4,15 @@ import json
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
 from services.distiller.distill import distill
 from services.distiller.objective import Objective
@@ -327,3 +334,51 @@ def test_the_plan_has_the_last_word_on_the_teachers_placement(task, distilled, r
     write_json(run.plan, {"teacher_placement": "sharded"})  # a remedy moved it
     report = distilled(task(distillation={"teacher_placement": "replicated"}))
     assert report.evaluation["teacher"]["placement"] == "sharded"
+
+
+ELSEWHERE = {
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "id2label": {0: "good", 1: "bad"},  # in another order than ours
+}
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+def test_a_classifier_made_elsewhere_teaches_a_student(
+    task, distilled, run, teacher_dir, tmp_path, kind
+):
+    torch.manual_seed(0)
+    if kind == "decoder":
+        config = Qwen3Config(**ELSEWHERE, num_key_value_heads=2, head_dim=8)
+        model = Qwen3ForSequenceClassification(config).eval()
+    else:
+        model = BertForSequenceClassification(BertConfig(**ELSEWHERE)).eval()
+    directory, tokenizer = tmp_path / "elsewhere", load_tokenizer(teacher_dir)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    job = task(
+        teacher_dir=directory,
+        spec={"heads": ["sentiment"]},
+        training={"max_steps": 5},
+    )
+    report = distilled(job)
+    assert report.outcome == "succeeded"
+    manifest = read_artifact(run.export).manifest
+    assert manifest is not None
+    assert manifest.lineage["teacher_manifest_sha256"] is None
+
+    [head] = read_artifact(run.export).heads
+    rows = read_rows(job.dataset_dir, Split.TEST, [head])
+    answers = []
+    for text in rows.texts:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokenizer(text)["input_ids"]])).logits
+        answers.append(head.labels.index(ELSEWHERE["id2label"][int(logits.argmax())]))
+    expected = head_metrics(head, predicted=np.array(answers), labels=rows.labels["sentiment"])
+    found = report.evaluation["teacher"]["heads"]["sentiment"]
+    assert found["confusion"] == [list(row) for row in expected.confusion]
+    assert len(set(answers)) == 2  # or a turned order of labels would not show
