@@ -23,7 +23,7 @@ from services.shared.memory.config_writing import config_of
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import machine
 from services.shared.memory.plan import Plan, plan, plan_distillation
-from services.shared.memory.recipe import Offload, Optimizer
+from services.shared.memory.recipe import Offload
 from services.shared.memory.shape import Shape
 from services.shared.memory.timeline import Phase
 
@@ -145,8 +145,6 @@ def _check(request: PlanRequest) -> None:
         raise InvalidInput(
             "offload", "on a CPU there is no other device to offload to", accepted="none"
         )
-    if recipe.optimizer is Optimizer.ADAMW_8BIT:
-        raise InvalidInput("optimizer", "adamw_8bit needs torchao, which is not installed here")
     if recipe.accumulate > 1 and not recipe.reduce_each:
         raise InvalidInput("reduce_each", "our ranks reduce every micro-batch")
 

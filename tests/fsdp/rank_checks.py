@@ -271,17 +271,22 @@ def rules_follow_plain_optimizers(world: World, directory: Path) -> Any:
 
 
 @check
-def bf16_state_learns_like_fp32(world: World, directory: Path) -> Any:
-    curves = {}
-    for name in ("adamw", "adamw_bf16"):
-        sharded = made(world, recipe(optimizer=name))
-        optimizer = build_optimizer(sharded, training(), world)
-        curves[name] = train(sharded, optimizer, world, steps=range(12))
-        dtypes = {str(p.local.dtype) for p in sharded.pieces}
-        dtypes |= {
-            str(t.dtype) for s in optimizer.rule.state().values() for t in s.values() if t.ndim
-        }
-    return {"curves": curves, "dtypes": sorted(dtypes)}
+def small_state_learns_like_fp32(world: World, directory: Path) -> Any:
+    found = {}
+    for name in ("adamw", "adamw_bf16", "adamw_8bit"):
+        for engine in ENGINES:
+            sharded = made(world, recipe(optimizer=name), engine)
+            optimizer = build_optimizer(sharded, training(), world)
+            losses = train(sharded, optimizer, world, steps=range(12))
+            state = [t for s in optimizer.rule.state().values() for t in s.values() if t.ndim]
+            found[f"{engine} {name}"] = {
+                "losses": losses,
+                "parameters": sorted({str(p.local.dtype) for p in sharded.pieces}),
+                "state": sorted({str(t.dtype) for t in state}),
+                "state_bytes": sum(t.nbytes for t in state),
+                "elements": sum(p.stop - p.start for p in sharded.pieces),
+            }
+    return found
 
 
 @check
@@ -521,6 +526,7 @@ def checkpoints(world: World, directory: Path) -> Any:
         for name, changes in {
             "adamw": {"optimizer_impl": "fused"},
             "adamw_bf16": {"optimizer": "adamw_bf16"},
+            "adamw_8bit": {"optimizer": "adamw_8bit"},
             "adafactor": {"optimizer": "adafactor"},
             "in backward": {"optimizer_in_backward": True},
         }.items():
@@ -550,18 +556,21 @@ def checkpoints(world: World, directory: Path) -> Any:
 @check
 def checkpoints_change_hands(world: World, directory: Path) -> Any:
     """What two ranks saved in halves, replicas and the other engine read whole."""
-    sharded = made(world, recipe())
-    optimizer = build_optimizer(sharded, training(), world)
-    train(sharded, optimizer, world, steps=range(2))
-    path = checkpoint.save(directory, sharded, optimizer, world, job_id="j", step=2, loop={})
-    expected = train(sharded, optimizer, world, steps=range(2, 4))
     found = {}
-    for engine, sharding in ((HERE, "none"), (Engine.FSDP1, "full")):
-        other = made(world, recipe(sharding=sharding), engine, seed=9)
-        second = build_optimizer(other, training(), world)
-        checkpoint.restore(path, other, second)
-        losses = train(other, second, world, steps=range(2, 4))
-        found[sharding] = max(abs(x - y) for x, y in zip(losses, expected, strict=True))
+    for name in ("adamw", "adamw_8bit"):
+        sharded = made(world, recipe(optimizer=name))
+        optimizer = build_optimizer(sharded, training(), world)
+        train(sharded, optimizer, world, steps=range(2))
+        place = directory / name
+        path = checkpoint.save(place, sharded, optimizer, world, job_id="j", step=2, loop={})
+        expected = train(sharded, optimizer, world, steps=range(2, 4))
+        for engine, sharding in ((HERE, "none"), (Engine.FSDP1, "full")):
+            other = made(world, recipe(optimizer=name, sharding=sharding), engine, seed=9)
+            second = build_optimizer(other, training(), world)
+            checkpoint.restore(path, other, second)
+            losses = train(other, second, world, steps=range(2, 4))
+            apart = max(abs(x - y) for x, y in zip(losses, expected, strict=True))
+            found[f"{name} {sharding}"] = apart
     return found
 
 

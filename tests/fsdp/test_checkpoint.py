@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-RECIPES = ["adamw", "adamw_bf16", "adafactor", "in backward"]
+RECIPES = ["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "in backward"]
 
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
@@ -21,8 +21,10 @@ def test_nothing_is_pickled(measured):
 
 
 @pytest.mark.parametrize("reader", ["none", "full"])
-def test_another_layout_reads_what_two_ranks_saved(measured, reader):
-    assert measured("checkpoints_change_hands")[reader] < 1e-6
+@pytest.mark.parametrize(("optimizer", "allowed"), [("adamw", 1e-6), ("adamw_8bit", 1e-2)])
+def test_another_layout_reads_what_two_ranks_saved(measured, optimizer, allowed, reader):
+    # Blocks of 8-bit moments begin elsewhere there, and are rounded once more.
+    assert measured("checkpoints_change_hands")[f"{optimizer} {reader}"] < allowed
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "optimizer in backward": (DECODER, 8, IN_BACKWARD),
     "bf16 states": (DECODER, 2, OWN | {"optimizer": "adamw_bf16"}),
     "bf16 states in backward": (DECODER, 8, IN_BACKWARD | {"optimizer": "adamw_bf16"}),
+    "8-bit moments": (DECODER, 2, OWN | {"optimizer": "adamw_8bit"}),
+    "8-bit moments in backward": (DECODER, 8, IN_BACKWARD | {"optimizer": "adamw_8bit"}),
     "adafactor": (DECODER, 2, OWN | {"optimizer": "adafactor"}),
     "accumulation": (DECODER, 8, OWN | {"accumulate": 3}),
     "accumulation in backward": (DECODER, 2, IN_BACKWARD | {"accumulate": 2}),
@@ -236,7 +238,6 @@ def test_what_a_plan_says_nothing_of_has_no_error() -> None:
     ("knobs", "field"),
     [
         ({"offload": "all"}, "offload"),
-        ({"optimizer": "adamw_8bit"}, "optimizer"),
         ({"accumulate": 2, "reduce_each": False}, "reduce_each"),
         ({"attention": "math"}, "attention"),
         ({"sharding": "hybrid", "shard_ranks": 2}, "sharding"),

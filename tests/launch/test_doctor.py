@@ -74,7 +74,8 @@ PACKAGE_FAULTS = [
     ("companion wheels", {"triton": "3.3.0+das.opt1.dtk2604.torch290"}, Status.FAILED),
     ("companion wheels", {"flash-attn": ""}, Status.OK),
     ("pickle gate", {}, Status.WARNING),
-    ("8-bit optimizers", {}, Status.WARNING),
+    ("bitsandbytes", {"bitsandbytes": "0.48.1"}, Status.WARNING),
+    ("bitsandbytes", {}, Status.OK),
     ("deepspeed", {"deepspeed": "0.18.2"}, Status.WARNING),
     ("deepspeed", {}, Status.NOT_APPLICABLE),
 ]

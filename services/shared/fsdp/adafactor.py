@@ -7,7 +7,8 @@ row, adds its part and the ranks sum. Rank-count independent, on FSDP1's flat pi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Adafactor:
     """The rule; rows and columns are whole on every rank, vectors' moments cut like the piece."""
 
     whole: frozenset[str] = frozenset({"row_var", "col_var"})
+    blocks: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, groups: Sequence[Any], *, replicated: bool, seed: int, rank: int) -> None:
         self._decay = {p.name: group.weight_decay for group in groups for p in group.pieces}

@@ -6,7 +6,8 @@ Rounding to nearest would lose every update below 2^-9 of a value: a second mome
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class AdamWBf16:
     """The rule; its random numbers depend on seed, step, rank and parameter, so none need be saved."""
 
     whole: frozenset[str] = frozenset()
+    blocks: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self,

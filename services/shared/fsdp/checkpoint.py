@@ -32,6 +32,7 @@ from services.shared.fsdp.tensor_files import (
     TensorWriter,
     sync_directory,
 )
+from services.shared.fsdp.update_rules import Rule
 from services.shared.jobs.rundir import write_json
 from services.shared.jobs.state import Reason
 
@@ -162,7 +163,7 @@ def restore(path: Path, sharded: Sharded, optimizer: Optimizer | None) -> Saved:
             for piece in sharded.pieces:
                 _fill(piece, MODEL, piece.local, files)
                 if optimizer is not None:
-                    state = _state(piece, files, optimizer.rule.whole)
+                    state = _state(piece, files, optimizer.rule)
                     if state:
                         optimizer.rule.restore(piece.name, state)
     except (ValueError, OSError, KeyError) as error:
@@ -232,15 +233,21 @@ def _crc32(path: Path) -> int:
     return value
 
 
-def _fill(piece: Piece, key: str, target: Tensor, files: list[_Source]) -> None:
-    """Copy the ranges of all files that overlap a piece into `target` [stop - start]."""
+def _fill(piece: Piece, key: str, target: Tensor, files: list[_Source], *, block: int = 1) -> None:
+    """Copy the ranges of all files that overlap a piece into `target` [stop - start].
+
+    A file holds one value for every `block` elements, counted from its range's start.
+    """
     filled = 0
     for source in files:
         start, stop = source.ranges[piece.name]
         low, high = max(start, piece.start), min(stop, piece.stop)
         if low >= high:
             continue
-        values = source.file.read(f"{key}/{piece.name}", low - start, high - start)
+        first, end = (low - start) // block, -(-(high - start) // block)
+        values = source.file.read(f"{key}/{piece.name}", first, end)
+        if block > 1:
+            values = values.repeat_interleave(block)[low - start - first * block :][: high - low]
         with torch.no_grad():
             target[low - piece.start : high - piece.start].copy_(values)
         filled += high - low
@@ -248,7 +255,7 @@ def _fill(piece: Piece, key: str, target: Tensor, files: list[_Source]) -> None:
         raise ValueError(f"{key} of {piece.name} is incomplete: {filled} elements found")
 
 
-def _state(piece: Piece, files: list[_Source], whole: frozenset[str]) -> dict[str, Tensor]:
+def _state(piece: Piece, files: list[_Source], rule: Rule) -> dict[str, Tensor]:
     """Return the optimizer state of a piece: each key cut like the piece, or whole on the host."""
     found: dict[str, TensorFile] = {}
     for source in files:
@@ -257,12 +264,12 @@ def _state(piece: Piece, files: list[_Source], whole: frozenset[str]) -> dict[st
     state = {}
     for key, file in found.items():
         described = file.entries[f"{key}/{piece.name}"]
-        if key in whole:
+        if key in rule.whole:
             state[key] = file.read(f"{key}/{piece.name}").view(described.shape)
         else:
             target = torch.empty(
                 piece.stop - piece.start, dtype=described.dtype, device=piece.local.device
             )
-            _fill(piece, key, target, files)
+            _fill(piece, key, target, files, block=rule.blocks.get(key, 1))
             state[key] = target
     return state

@@ -6,14 +6,16 @@ exactly as the parameters are: a checkpoint of one number of ranks can be read b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from services.shared.fsdp.adafactor import Adafactor
+from services.shared.fsdp.adamw_8bit import AdamW8Bit
 from services.shared.fsdp.adamw_bf16 import AdamWBf16
 from services.shared.fsdp.process import RunFailed
 from services.shared.fsdp.shard import Piece, Sharded
@@ -33,6 +35,7 @@ class Rule(Protocol):
     """How gradients become updates."""
 
     whole: frozenset[str]  # the keys of state that every rank holds whole
+    blocks: Mapping[str, int]  # keys with one value for so many elements of a piece
 
     def apply(self, pieces: Sequence[Piece], learning_rate: float, step: int) -> None:
         """Update `pieces` from their gradients, on all ranks alike; `step` counts from 0."""
@@ -43,7 +46,10 @@ class Rule(Protocol):
         ...
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one piece; what is whole comes on the host."""
+        """Put back the state of one piece; what is whole comes on the host.
+
+        Of blocks comes the value for each element: they may have been cut elsewhere.
+        """
 
 
 def build_rule(sharded: Sharded, training: Training, *, rank: int) -> Rule:
@@ -56,16 +62,11 @@ def build_rule(sharded: Sharded, training: Training, *, rank: int) -> Rule:
         )
     if recipe.optimizer in ("adamw", "sgd"):
         return TorchRule(recipe, groups)
-    if recipe.optimizer == "adamw_bf16":
-        # Replicas must round alike.
-        return AdamWBf16(groups, seed=training.seed, rank=0 if sharded.replicated else rank)
     if recipe.optimizer == "adafactor":
         return Adafactor(groups, replicated=sharded.replicated, seed=training.seed, rank=rank)
-    raise RunFailed(
-        Reason.BAD_SPEC,
-        f"recipe.optimizer {recipe.optimizer} needs torchao, which is not installed here; "
-        "adamw_bf16 and adafactor need nothing and take as little memory",
-    )
+    rule = AdamWBf16 if recipe.optimizer == "adamw_bf16" else AdamW8Bit
+    # Replicas must round alike.
+    return rule(groups, seed=training.seed, rank=0 if sharded.replicated else rank)
 
 
 def decay_groups(pieces: Sequence[Piece], weight_decay: float) -> list[Group]:
@@ -87,6 +88,7 @@ class TorchRule:
     """
 
     whole: frozenset[str] = frozenset({"step"})
+    blocks: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe, groups: Sequence[Group]) -> None:
         self._fused = recipe.optimizer_impl == "fused"

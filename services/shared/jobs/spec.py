@@ -119,7 +119,8 @@ class Recipe(_Spec):
     reduce: Precision = Precision.BFLOAT16
     optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "sgd"] = Field(
         "adamw",
-        description="adamw_bf16 keeps parameters and moments in bfloat16 with stochastic rounding.",
+        description="adamw_bf16 keeps parameters and moments in bfloat16 with stochastic rounding, "
+        "adamw_8bit the moments in 8-bit blocks.",
     )
     optimizer_impl: Literal["fused", "foreach", "for_loop"] = "fused"
     optimizer_in_backward: bool = Field(

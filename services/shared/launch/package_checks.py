@@ -143,18 +143,16 @@ def _pickles(machine: Machine) -> Finding:
 
 
 def _bitsandbytes(machine: Machine) -> Finding:
-    name, found = "8-bit optimizers", machine.packages.get("torchao")
-    if found:
-        return ok(name, f"torchao {found}; whether its kernels run is tried below")
-    if "bitsandbytes" in machine.packages and machine.kind is DeviceKind.CUDA:
-        return ok(
-            name, f"bitsandbytes {machine.packages['bitsandbytes']} (Stillhouse uses torchao)"
+    name, found = "bitsandbytes", machine.packages.get("bitsandbytes")
+    if found and machine.kind is DeviceKind.DCU:
+        return warning(
+            name,
+            f"bitsandbytes {found} is installed, of which no build for DCU is known",
+            "Uninstall it: transformers finds it and may call it. Nothing here needs it: adamw_8bit is "
+            "Stillhouse's own.",
         )
-    return warning(
-        name,
-        "torchao is not installed; bitsandbytes has no build for DCU",
-        "Use adamw_bf16 or adafactor, or install torchao for adamw_8bit.",
-    )
+    what = f"{found}, not used" if found else "not installed, nor needed"
+    return ok(name, f"{what}: adamw_8bit is Stillhouse's own, and tried below")
 
 
 def _deepspeed(machine: Machine) -> Finding:

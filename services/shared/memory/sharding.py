@@ -22,7 +22,7 @@ from services.shared.memory.recipe import (
 from services.shared.memory.tape import rounded
 from services.shared.memory.tensors import Tensor, UnitKind
 
-# One 32-bit scale for every block of 256 states of one byte (Dettmers et al. 2022; torchao).
+# One 32-bit scale for every block of 256 states of one byte (Dettmers et al. 2022).
 _STATE_BLOCK = 256
 
 
@@ -228,7 +228,12 @@ def _state_bytes(tensor: Tensor, count: int, p: int, optimizer: Optimizer) -> in
             return rounded(4 * count)
         columns = tensor.shape[-1]
         return rounded(4 * columns) + rounded(4 * (tensor.elements // columns))
+    step = rounded(4) if optimizer is Optimizer.ADAMW else 0
+    return moments_bytes(count, optimizer, p) + step
+
+
+def moments_bytes(count: int, optimizer: Optimizer, p: int) -> int:
+    """Return both moments of AdamW for `count` elements in one piece, of parameters of `p` bytes."""
     if optimizer is Optimizer.ADAMW_8BIT:
         return 2 * (rounded(count) + rounded(-(-count // _STATE_BLOCK) * 4))
-    step = 0 if optimizer is Optimizer.ADAMW_BF16 else rounded(4)
-    return 2 * rounded(p * count) + step
+    return 2 * rounded(p * count)

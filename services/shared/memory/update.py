@@ -6,17 +6,19 @@ from collections.abc import Sequence
 
 from services.shared.memory.recipe import Optimizer, OptimizerImpl, Recipe
 from services.shared.memory.run import Run
-from services.shared.memory.sharding import UnitSizes
+from services.shared.memory.sharding import UnitSizes, moments_bytes
 from services.shared.memory.tape import rounded
 
-# Live float32 and integer temporaries, in bytes an element, at the worst moment of the update of one
-# piece; counted by a dry run of services/shared/fsdp/{adamw_bf16,adafactor}.py.
-_ADAMW_BF16_BYTES = 31
-_ADAFACTOR_BYTES = {4: 12, 2: 21}
-_BF16_CHUNK_ELEMENTS = 16 * 2**20  # services/shared/fsdp/adamw_bf16.py: CHUNK_ELEMENTS
-# Both moments, parameter and gradient in float32 while 8-bit blocks are taken apart and put
-# together again (torchao's low-bit AdamW, uncompiled); estimated from its source, not traced.
-_ADAMW_8BIT_BYTES = 16
+# Live float32 and integer temporaries, in bytes an element by the width of parameters, at the worst
+# moment of the update of one piece or chunk of it; counted by a dry run of services/shared/fsdp/
+# {adamw_bf16,adamw_8bit,adafactor}.py.
+_UPDATE_BYTES = {
+    Optimizer.ADAMW_BF16: {4: 31, 2: 31},
+    Optimizer.ADAMW_8BIT: {4: 16, 2: 27},
+    Optimizer.ADAFACTOR: {4: 12, 2: 21},
+}
+# CHUNK_ELEMENTS of the same files: temporaries do not grow beyond them.
+_CHUNK_ELEMENTS = {Optimizer.ADAMW_BF16: 16 * 2**20, Optimizer.ADAMW_8BIT: 4 * 2**20}
 
 
 def write_update(run: Run, *, first: bool) -> None:
@@ -27,8 +29,8 @@ def write_update(run: Run, *, first: bool) -> None:
         return
     if not run.ends_only and job.recipe.optimizer in _TORCH_ADAMW:
         _write_tensor_by_tensor(run, first=first)
-    if first and job.recipe.optimizer is Optimizer.ADAMW_BF16:
-        _write_first_bf16(run)
+    if first and job.recipe.optimizer in _CHUNK_ELEMENTS:
+        _write_first_small(run)
     else:
         books.optimizer = job.state_bytes
         largest = max(unit.largest_piece_elements for unit in job.units.all)
@@ -42,16 +44,16 @@ def write_update(run: Run, *, first: bool) -> None:
     books.optimizer, books.gradients = job.state_bytes, 0
 
 
-def _write_first_bf16(run: Run) -> None:
-    """Write the moment of a first update in bfloat16 that takes most.
+def _write_first_small(run: Run) -> None:
+    """Write the moment of a first update of small moments that takes most.
 
     State comes piece by piece, so the temporaries of a large early piece lie beside little of it.
     """
-    books = run.books
+    books, recipe = run.books, run.job.recipe
     state, most = 0, (0, 0, 0, "")
     for name, count in run.job.pieces:
-        state += 2 * rounded(2 * count)
-        needed = _ADAMW_BF16_BYTES * min(count, _BF16_CHUNK_ELEMENTS)
+        state += moments_bytes(count, recipe.optimizer, recipe.parameters.size_bytes)
+        needed = _piece_temporaries(recipe, count)
         most = max(most, (state + needed, state, needed, name))
     _, books.optimizer, needed, name = most
     books.mark("all", None, f"update of {name}", request_bytes=needed, temporaries=needed)
@@ -61,18 +63,19 @@ def update_temporaries(recipe: Recipe, units: Sequence[UnitSizes]) -> int:
     """Return the bytes that the update of `units` together allocates for a moment."""
     p = recipe.parameters.size_bytes
     largest = max(unit.largest_piece_elements for unit in units)
-    if recipe.optimizer is Optimizer.ADAMW_BF16:
-        return _ADAMW_BF16_BYTES * min(largest, _BF16_CHUNK_ELEMENTS)
-    if recipe.optimizer is Optimizer.ADAFACTOR:
-        return _ADAFACTOR_BYTES[p] * largest
-    if recipe.optimizer is Optimizer.ADAMW_8BIT:
-        return _ADAMW_8BIT_BYTES * largest
+    if recipe.optimizer in _UPDATE_BYTES:
+        return _piece_temporaries(recipe, largest)
     if recipe.optimizer is Optimizer.SGD or recipe.optimizer_impl is OptimizerImpl.FUSED:
         return 0
     if recipe.optimizer_impl is OptimizerImpl.FOREACH:
         # torch/optim/adamw.py: the square roots of all second moments at once.
         return sum(unit.parameter_bytes for unit in units)
     return 2 * rounded(p * largest)
+
+
+def _piece_temporaries(recipe: Recipe, count: int) -> int:
+    chunk = min(count, _CHUNK_ELEMENTS.get(recipe.optimizer, count))
+    return _UPDATE_BYTES[recipe.optimizer][recipe.parameters.size_bytes] * chunk
 
 
 # State and temporaries of these are created in the order of the parameters.
