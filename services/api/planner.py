@@ -7,14 +7,16 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel
 
-from services.shared.datasets.card import DatasetCard
+from services.shared.datasets.card import DatasetCard, Head
 from services.shared.jobs.errors import Conflict, InvalidInput, NotFound
 from services.shared.jobs.places import resolve_model
 from services.shared.jobs.planning import JobPlan, Unplanned, engine_of, machine_of, plan_job
+from services.shared.jobs.references import check_same_heads
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.shapes import Teacher, read_teacher, shape_of, student_shape
 from services.shared.jobs.spec import DistillSpec, ModelSource, TeacherSpec
 from services.shared.jobs.store import Store
+from services.shared.jobs.teacher_heads import read_heads
 from services.shared.memory import errors as memory_errors
 from services.shared.memory.layers import check_planned
 from services.shared.memory.rungs import TEACHER_PLACEMENT
@@ -38,7 +40,10 @@ class Planner:
         `chained` is the teacher of a distillation whose teacher job is not stored yet. Raises
         DoesNotFit with the plan, and InvalidInput naming the field.
         """
-        classes = self._classes(spec)
+        heads = self._heads(spec)
+        classes = [len(head.labels) for head in heads]
+        if isinstance(spec, DistillSpec) and spec.teacher.path is not None:
+            self._check_heads(spec.teacher.path, heads)
         teacher, source, part = None, _source(spec), "model"
         try:
             if isinstance(spec, DistillSpec):
@@ -66,17 +71,20 @@ class Planner:
         except memory_errors.InvalidInput as error:
             raise InvalidInput(str(error), field=_spec_field(error.field)) from error
 
-    def _classes(self, spec: TeacherSpec | DistillSpec) -> list[int]:
-        """Return the number of classes of each head that will be trained."""
+    def _heads(self, spec: TeacherSpec | DistillSpec) -> list[Head]:
+        """Return the heads that will be trained."""
         try:
             card: DatasetCard = self._store.dataset(spec.dataset_id)
         except NotFound as error:
             raise InvalidInput(
                 f"dataset_id: there is no dataset {spec.dataset_id!r}", field="dataset_id"
             ) from error
-        return [
-            len(head.labels) for head in card.heads if spec.heads is None or head.name in spec.heads
-        ]
+        return [head for head in card.heads if spec.heads is None or head.name in spec.heads]
+
+    def _check_heads(self, path: str, student: list[Head]) -> None:
+        teacher = read_heads(self._below_roots(path, field="teacher.path"), student)
+        if teacher is not None:
+            check_same_heads(student, teacher)
 
     def _model(
         self, source: ModelSource, teacher: Teacher | None, classes: list[int], *, field: str

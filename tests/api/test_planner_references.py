@@ -10,6 +10,7 @@ import pytest
 
 from services.api.admission import Admitter
 from services.api.planner import Planner
+from services.shared.jobs.teacher_heads import read_heads
 
 CONFIG = {
     "model_type": "qwen3",
@@ -88,3 +89,37 @@ def test_a_chain_names_the_part_and_its_model(client: Any, desk: Any) -> None:
     }
     response = client.post("/jobs/plan", json=chain)
     assert [error["field"] for error in response.json()["errors"]] == ["teacher.model.config"]
+
+
+@pytest.mark.parametrize("made_here", [True, False])
+@pytest.mark.parametrize(
+    ("labels", "fits"), [(["positive", "negative"], True), (["bad", "good"], False)]
+)
+def test_a_teacher_in_a_directory_with_other_labels_is_refused_with_both_lists(
+    client: Any, desk: Any, labels: list[str], fits: bool, made_here: bool
+) -> None:
+    directory = desk.platform.settings.model_roots[0] / "teacher"
+    directory.mkdir()
+    named = {} if made_here else {"id2label": {str(n): label for n, label in enumerate(labels)}}
+    (directory / "config.json").write_text(json.dumps(CONFIG | named))
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    if made_here:
+        head = {"name": "sentiment", "type": "single_label", "labels": labels}
+        (directory / "heads.json").write_text(json.dumps({"heads": [head]}))
+    student = {"config": CONFIG, "tokenizer": "teacher"}
+    body = {**desk.distill(path="teacher"), "student": student}
+    response = client.post("/jobs/plan", json=body)
+    if fits:
+        assert response.json()["verdict"] == "fits", response.text
+        return
+    assert response.status_code == 422
+    [error] = response.json()["errors"]
+    assert error["field"] == "heads"
+    assert "the teacher has sentiment (single_label: bad, good)" in error["message"]
+    assert "the student has sentiment (single_label: negative, positive)" in error["message"]
+
+
+@pytest.mark.parametrize("heads", ["", "[]", '{"heads": 1}', '{"heads": [{"name": 1}]}'])
+def test_heads_that_cannot_be_read_are_left_to_the_ranks(heads: str, tmp_path: Path) -> None:
+    (tmp_path / "heads.json").write_text(heads)
+    assert read_heads(tmp_path, []) is None

@@ -42,7 +42,7 @@ def check_references(session: Session, spec: TeacherSpec | DistillSpec) -> Refer
     teacher = _model(session, spec.teacher.model_id, field="teacher.model_id")
     if teacher is None:
         return References(JobState.QUEUED)
-    _same_heads(heads, _heads_of(teacher))
+    check_same_heads(heads, _heads_of(teacher))
     return References(JobState.QUEUED, teacher_model_id=teacher.id)
 
 
@@ -59,11 +59,11 @@ def _teacher_job(session: Session, job_id: str, heads: list[Head]) -> References
         )
     if parent.state == JobState.SUCCEEDED:
         model = session.scalars(select(ModelRow).where(ModelRow.job_id == job_id)).one()
-        _same_heads(heads, _heads_of(model))
+        check_same_heads(heads, _heads_of(model))
         return References(JobState.QUEUED, parent_job_id=job_id, teacher_model_id=model.id)
     card = _card(session, parent.dataset_id, field=field)
     chosen = parent.spec.get("heads")
-    _same_heads(heads, [h for h in card.heads if chosen is None or h.name in chosen])
+    check_same_heads(heads, [h for h in card.heads if chosen is None or h.name in chosen])
     return References(JobState.WAITING, parent_job_id=job_id)
 
 
@@ -84,7 +84,7 @@ def _chosen_heads(spec: TeacherSpec | DistillSpec, card: DatasetCard) -> list[He
     return [known[name] for name in spec.heads or known]
 
 
-def _same_heads(student: list[Head], teacher: list[Head]) -> None:
+def check_same_heads(student: list[Head], teacher: list[Head]) -> None:
     """Raise InvalidInput with both lists unless the teacher answers every question of the student.
 
     The ranks match labels by name: their order may differ.
