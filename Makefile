@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 menu: ## Print this menu
 	@echo "Stillhouse"; echo
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' \
-	  | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
+	  | awk -F '\t' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 .PHONY: python
 python:
@@ -85,6 +85,10 @@ format: $(INSTALLED) ## Let ruff format and mend what it can
 .PHONY: bench-distil
 bench-distil: $(INSTALLED) ## Measure what distillation is worth on the reviews (takes long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation --write docs/distillation.md $(ARGS)
+
+.PHONY: bench-distil-speed
+bench-distil-speed: $(INSTALLED) ## Measure what keeping a teacher's answers saves (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation_speed --write docs/distillation.md $(ARGS)
 
 .PHONY: bench-serving
 bench-serving: $(INSTALLED) ## Measure serving against other servers (minutes; 2 GB in .stillhouse/bench)

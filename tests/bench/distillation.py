@@ -52,10 +52,6 @@ STUDENT = TEACHER | {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-# For the speed of kept answers alone: a teacher of about 8 times the student's parameters, both large
-# enough that arithmetic and not bookkeeping takes the time.
-SPEED_TEACHER = TEACHER | {"hidden_size": 384, "intermediate_size": 1152, "num_attention_heads": 12}
-SPEED_STUDENT = STUDENT | {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
 RECIPE = {"compute": "float32", "reduce": "float32", "activation_checkpointing": False}
 ARMS = {
     "labels": {"soft_weight": 0.0, "hard_weight": 1.0, "signals": "cached"},
@@ -69,17 +65,19 @@ def main() -> None:
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     datasets = write_datasets(options.out / "datasets", labelled=options.labelled)
-    speed = cached_speed(datasets, options)
     results = [run_seed(seed, datasets, options) for seed in range(options.seeds)]
-    (options.out / "results.json").write_text(
-        json.dumps({"seeds": results, "speed": speed}, indent=2)
-    )
-    text = table(results, speed, datasets, options)
+    (options.out / "results.json").write_text(json.dumps({"seeds": results}, indent=2))
+    text = table(results, datasets, options)
     print(text)
     if options.write is not None:
-        before, rest = options.write.read_text("utf-8").split(BEGIN)
-        after = rest.split(END)[1]
-        options.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", "utf-8")
+        write_between(options.write, BEGIN, END, text)
+
+
+def write_between(document: Path, begin: str, end: str, text: str) -> None:
+    """Put a measurement between its marks."""
+    before, rest = document.read_text("utf-8").split(begin)
+    after = rest.split(end)[1]
+    document.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
 
 
 def _options() -> argparse.Namespace:
@@ -135,7 +133,7 @@ def write_datasets(directory: Path, *, labelled: int) -> dict[str, Any]:
 def run_seed(seed: int, datasets: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """Train one teacher and one student of each arm; return their evaluations."""
     place = options.out / f"seed-{seed}"
-    training = _training(seed)
+    training = training_of(seed)
     teacher = launch(
         place / "teacher",
         "services.trainer.main",
@@ -181,47 +179,8 @@ def run_seed(seed: int, datasets: dict[str, Any], options: argparse.Namespace) -
     return found
 
 
-def cached_speed(datasets: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Return how much faster an epoch with kept answers is than the first, which asks for them."""
-    small = datasets["labelled"]["path"]
-    training = _training(0) | {"learning_rate": 2e-3}
-    launch(
-        options.out / "speed" / "teacher",
-        "services.trainer.main",
-        {
-            "kind": "teacher",
-            "dataset_id": "ds_labelled",
-            "model": {"config": SPEED_TEACHER, "tokenizer": {"train": True, "vocab_size": 6000}},
-            # Its speed does not depend on what it knows.
-            "training": training | {"epochs": 1, "max_steps": 2},
-        },
-        options,
-        dataset_dir=small,
-    )
-    report = launch(
-        options.out / "speed" / "student",
-        "services.distiller.main",
-        {
-            "kind": "distill",
-            "dataset_id": "ds_labelled",
-            "teacher": {"path": "teacher"},
-            "student": {"config": SPEED_STUDENT, "tokenizer": "teacher"},
-            "training": training | {"epochs": 4},
-            "distillation": {"signals": "auto"},
-        },
-        options,
-        dataset_dir=small,
-        teacher_dir=options.out / "speed" / "teacher" / "export",
-    )
-    epochs = report.details["epoch_seconds"]
-    return {
-        "epoch_seconds": epochs,
-        "ratio": epochs[0] / mean(epochs[1:]),
-        "parameter_ratio": report.evaluation["teacher"]["parameters"] / report.parameters,
-    }
-
-
-def _training(seed: int) -> dict[str, Any]:
+def training_of(seed: int) -> dict[str, Any]:
+    """Return what all jobs train with."""
     return {"batch_size": 32, "micro_batch_tokens": 2048, "max_length": 64, "seed": seed}
 
 
@@ -264,7 +223,6 @@ def _absolute(place: Any) -> Any:
 
 def table(
     results: Sequence[dict[str, Any]],
-    speed: dict[str, Any],
     datasets: dict[str, Any],
     options: argparse.Namespace,
 ) -> str:
@@ -275,7 +233,7 @@ def table(
     lines = [
         f"Seeds: {len(results)}. {rows['train']} labelled and {more} unlabelled training texts, "
         f"{rows['validation']} validation, {rows['test']} test texts; {options.steps} steps of 32 "
-        f"texts for each student. {_machine()}",
+        f"texts for each student. {machine_words()}",
         "",
         "| macro-F1 on test, mean ± standard deviation over seeds | " + " | ".join(heads) + " |",
         "|---|" + "---|" * len(heads),
@@ -305,10 +263,6 @@ def table(
         "",
         f"The student has {first['parameters'] / 1e6:.2f} M parameters and answers a single text in "
         f"{seconds[0] * 1e3:.1f} ms (teacher: {seconds[1] * 1e3:.1f} ms).",
-        "",
-        f"Kept answers: with a teacher of {speed['parameter_ratio']:.1f} times the student's "
-        f"parameters, the first epoch took {speed['epoch_seconds'][0]:.1f} s and the later ones "
-        f"{mean(speed['epoch_seconds'][1:]):.1f} s each: {speed['ratio']:.1f} times faster.",
     ]
     return "\n".join(lines)
 
@@ -319,7 +273,8 @@ def _spread(values: Sequence[float]) -> str:
     return f"{mean(values):.4f} ± {stdev(values):.4f}"
 
 
-def _machine() -> str:
+def machine_words() -> str:
+    """Return what the figures were taken on."""
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}."
 
 
