@@ -75,6 +75,8 @@ class Campaign:
             self._draw_all(count)
             self._drain()
         finally:
+            if hasattr(self, "workload"):
+                self.workload.close()
             self.house.stop()
             self._look_for_processes_after_the_end()
             if volume is not None:

@@ -40,6 +40,7 @@ class Scene:
     watch: Watch
     rng: random.Random
     target: Standing | None = None
+    has_student: bool = True  # whether /predict answers 200 when all is well
     volume: Path | None = None  # the small file system; None where none can be mounted
     closers: list[threading.Thread] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
@@ -78,7 +79,8 @@ def kill_api(scene: Scene) -> str | None:
     if pid is None:
         window[1] = window[0]
         return None
-    _close_later(scene, window, lambda: _predicts(scene.house.url), "the API did not come back")
+    answers = _predicts if scene.has_student else _reads
+    _close_later(scene, window, lambda: answers(scene.house.url), "the API did not come back")
     return f"killed the API ({pid})"
 
 

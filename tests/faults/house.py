@@ -60,10 +60,12 @@ class House:
     """The platform, and the harness's own undisturbed way to its database and broker."""
 
     root: Path
+    is_crowded: bool = True  # with a second trainer, and a proxy before the workers' database
     log: list[str] = field(default_factory=list)
 
     def start(self) -> None:
         """Start everything; returns when the workers take messages through the proxy."""
+        self._environment = {name: os.environ.get(name) for name in SETTINGS}
         os.environ.update(SETTINGS)
         self.root.mkdir(parents=True, exist_ok=True)
         self._ready, self._stopping = threading.Event(), threading.Event()
@@ -79,6 +81,13 @@ class House:
         """Stop every part and wait for it."""
         self._stopping.set()
         self._thread.join(240)
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if hasattr(self, "proxy"):
+            self.proxy.close()
         if hasattr(self, "store"):
             self.store.engine.dispose()
 
@@ -171,13 +180,8 @@ class House:
             if platform is not None:
                 platform.stop()
 
-    def _furnish(self, platform: Platform) -> None:
-        """Put the proxy before the workers' database, add a trainer, shorten the pauses."""
-        self.platform, self.url = platform, platform.url
-        database_url = platform.parts[0].url  # type: ignore[attr-defined]
-        sockets = Path(database_url.split("host=", 1)[1])
-        self.proxy = Proxy(sockets / ".s.PGSQL.5432")
-        trainer = self.part("trainer")
+    def _add_trainer(self, platform: Platform) -> None:
+        trainer = next(part for part in platform.parts if part.name == "trainer")
         assert isinstance(trainer, Service)
         ready = platform.data_dir / "run" / "trainer2.ready"
         second = Service(
@@ -190,10 +194,19 @@ class House:
         )
         platform.stops.callback(second.stop)
         platform.parts.append(second)
+
+    def _furnish(self, platform: Platform) -> None:
+        """Put the proxy before the workers' database, add a trainer, shorten the pauses."""
+        self.platform, self.url = platform, platform.url
+        database_url = platform.parts[0].url  # type: ignore[attr-defined]
+        sockets = Path(database_url.split("host=", 1)[1])
+        self.proxy = Proxy(sockets / ".s.PGSQL.5432")
+        if self.is_crowded:
+            self._add_trainer(platform)
         through = f"postgresql+psycopg://postgres@127.0.0.1:{self.proxy.port}/stillhouse"
         for part in platform.parts:
             part.pause, part.longest_pause = 0.5, 1.0
-            if part.name in WORKERS and isinstance(part, Service):
+            if self.is_crowded and part.name in WORKERS and isinstance(part, Service):
                 part.stop()
                 part.env["STILLHOUSE_DATABASE_URL"] = through
                 Path(part.env["STILLHOUSE_READY_FILE"]).unlink(missing_ok=True)

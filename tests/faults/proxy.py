@@ -75,6 +75,7 @@ class Proxy:
             try:
                 server.connect(str(self._upstream))
             except OSError:
+                server.close()
                 _reset(client)
                 continue
             link = _Link(self, client, server)

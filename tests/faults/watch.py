@@ -17,14 +17,13 @@ MARGIN_SECONDS = 1.0
 class Watch:
     """Two threads: one reads jobs, one predicts; `excuse` opens a window in which a part is away."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, asks: tuple[str, ...] = ("jobs", "predict")) -> None:
         self._url = url
         self._stop = threading.Event()
         self._windows: dict[str, list[list[float]]] = {"api": [], "postgres": []}
         self._answers: list[tuple[float, float, str, int, bool]] = []
         self._threads = [
-            threading.Thread(target=self._ask, args=(name,), daemon=True)
-            for name in ("jobs", "predict")
+            threading.Thread(target=self._ask, args=(name,), daemon=True) for name in asks
         ]
 
     def start(self) -> None:

@@ -138,6 +138,10 @@ class Workload:
             self.flying.setdefault(job_id, Tracked(job_id, kind, time.monotonic()))
         return str(job["id"])
 
+    def close(self) -> None:
+        """Close the connection to the API."""
+        self._client.close()
+
     def look(self) -> list[Tracked]:
         """Read the rows of jobs in flight; return the jobs that have ended since."""
         rows = self._house.execute(
