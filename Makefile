@@ -86,15 +86,13 @@ format: $(INSTALLED) ## Let ruff format and mend what it can
 bench-distil: $(INSTALLED) ## Measure what distillation is worth on the reviews (takes long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation --write docs/distillation.md $(ARGS)
 
-<<<<<<< HEAD
 .PHONY: bench-distil-speed
 bench-distil-speed: $(INSTALLED) ## Measure what keeping a teacher's answers saves (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation_speed --write docs/distillation.md $(ARGS)
-=======
+
 .PHONY: bench-trainer
 bench-trainer: $(INSTALLED) ## Measure our training step against a loop written by hand (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 tests/bench/bench_trainer.py $(ARGS)
->>>>>>> a39a01a (Bench the training step with and without clipping: make bench-trainer; say why ranks do without accelerate)
 
 .PHONY: bench-serving
 bench-serving: $(INSTALLED) ## Measure serving against other servers (minutes; 2 GB in .stillhouse/bench)

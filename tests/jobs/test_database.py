@@ -60,7 +60,11 @@ def test_a_row_that_cannot_be_true_is_refused(
 
 @pytest.mark.parametrize(
     "statement",
-    [update(PromotionRow).values(alias="other"), delete(PromotionRow), text("TRUNCATE promotions")],
+    [
+        update(PromotionRow).values(alias="other"),
+        delete(PromotionRow),
+        text("TRUNCATE promotions, servings"),
+    ],
 )
 def test_promotions_are_never_rewritten(house: House, statement: Any) -> None:
     house.store.promote(house.succeed(house.running()))
