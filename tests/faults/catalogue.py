@@ -165,7 +165,7 @@ def fill_disk(scene: Scene) -> str | None:
     try:
         with filler.open("wb", buffering=0) as file:
             for size in (1 << 20, 4096, 1):
-                _write_until_full(file.fileno(), size)
+                write_until_full(file.fileno(), size)
             time.sleep(scene.rng.uniform(1, 6))
     finally:
         filler.unlink(missing_ok=True)
@@ -265,7 +265,8 @@ def _reads(url: str) -> bool:
         return False
 
 
-def _write_until_full(descriptor: int, size: int) -> None:
+def write_until_full(descriptor: int, size: int) -> None:
+    """Append blocks of `size` bytes until the file system takes no more."""
     block = bytes(size)
     try:
         while True:

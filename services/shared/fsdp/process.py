@@ -12,15 +12,16 @@ import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 STOP_REASONS = ("cancelled", "handed_back", "timed_out")
 # Freed when a rank fails for want of host memory, so that it can still say so.
 BALLAST_BYTES = 4 * 2**20
+DISK_BALLAST_BYTES = 2**18  # a failure with its traceback, in our file and in torch elastic's
 
 
 class RunFailed(Exception):
@@ -186,12 +188,22 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed((seed * 1_000_003 + step * 8_191 + rank) % 2**63)
 
 
-@dataclass
 class _Ballast:
-    held: bytearray = field(default_factory=lambda: bytearray(BALLAST_BYTES))
+    """Host memory and disk held back, so that a rank which lacks either can still say so."""
+
+    def __init__(self, directory: Path) -> None:
+        self._memory = bytearray(BALLAST_BYTES)
+        self._file: IO[bytes] | None = None
+        with suppress(OSError):  # no room even now: whatever fails next tells
+            # Nameless: the kernel frees it with this process, however that ends.
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+            self._file.write(bytes(DISK_BALLAST_BYTES))
 
     def drop(self) -> None:
-        self.held = bytearray()
+        self._memory = bytearray()
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
 
 
 @contextmanager
@@ -200,7 +212,7 @@ def failures_reported(run: RunDirectory, position: Position) -> Iterator[None]:
     rank = int(os.environ.get("RANK", "0"))
     handler = ErrorHandler()
     handler.initialize()
-    ballast = _Ballast()
+    ballast = _Ballast(run.path)
     try:
         yield
     except BaseException as error:
@@ -212,6 +224,7 @@ def failures_reported(run: RunDirectory, position: Position) -> Iterator[None]:
         finally:
             handler.record_exception(error)
         raise
+    ballast.drop()
 
 
 def describe(error: BaseException, *, rank: int, position: Position) -> Failure:

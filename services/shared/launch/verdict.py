@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ _MEMORY_REASONS = frozenset(
 )
 # A rank that waits in vain for a failed one reports this; the one that failed is to blame.
 _ECHO = Reason.COLLECTIVE_TIMEOUT
+
+# Less than this, and neither a log nor a failure's own file could be written.
+_DISK_FULL_BYTES = 2**18
 
 _LAST_ERROR = re.compile(
     r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Exit)\b.*)$", re.M
@@ -188,6 +192,9 @@ def _blame_log(run: RunDirectory, exits: list[RankExit], ending: Ending) -> Blam
     rank = exits[0].rank if exits else None
     told = read_error_file(run.path / "torchrun", rank) if rank is not None else None
     text = told or read_tail(run.log, max_bytes=64 * 1024)
+    if told is None and shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:
+        message = f"The ranks ended without a word, and no space is left for {run.path}: free some."
+        return Blame(Reason.DISK_FULL, message, rank, log=text)
     # torchrun's own ChildFailedError closes the log; a rank's error stands before it.
     errors = [line for line in _LAST_ERROR.findall(text) if "ChildFailedError" not in line]
     last = errors[-1] if errors else f"torchrun ended with code {ending.exit_code}"

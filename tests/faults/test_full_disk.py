@@ -1,0 +1,75 @@
+"""A real small file system that is full to the last byte."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.shared.fsdp.process import Position, failures_reported
+from services.shared.jobs.outcome import End
+from services.shared.jobs.rundir import Failure, RunDirectory, read_record
+from services.shared.jobs.state import Reason
+from services.shared.launch.supervise import Ending
+from services.shared.launch.verdict import PostMortem, reach_verdict
+from tests.faults.catalogue import write_until_full
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB in memory."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system may be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def fill(directory: Path) -> None:
+    """Leave not one byte free."""
+    with (directory / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 4096, 1):
+            write_until_full(file.fileno(), size)
+
+
+def save_on_a_full_disk(directory: Path) -> None:
+    fill(directory)
+    (directory / "checkpoint").write_bytes(b"weights")
+
+
+def test_a_rank_says_that_the_disk_is_full_though_it_is(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    run = RunDirectory(small_disk)
+    run.rank_dir(0).mkdir(parents=True)
+    with pytest.raises(OSError, match="No space left"), failures_reported(run, Position()):
+        save_on_a_full_disk(small_disk)
+    failure = read_record(run.failure_file(0), Failure)
+    assert failure is not None
+    assert failure.reason is Reason.DISK_FULL
+
+
+def test_ranks_that_end_without_a_word_on_a_full_disk_are_not_called_crashed(
+    small_disk: Path,
+) -> None:
+    run = RunDirectory(small_disk)
+    run.log.touch()
+    fill(small_disk)
+    with pytest.raises(OSError) as refused:
+        run.log.write_bytes(b"Traceback")
+    assert refused.value.errno == errno.ENOSPC
+
+    def judge() -> tuple[End, Reason | None]:
+        ending = Ending(exit_code=1)
+        outcome = reach_verdict(
+            run, ending, examine=lambda _: PostMortem(None, {}), may_retry=False
+        )
+        return outcome.end, outcome.reason
+
+    assert judge() == (End.FAILED, Reason.DISK_FULL)
+    (small_disk / "filler").unlink()
+    assert judge() == (End.FAILED, Reason.LAUNCH_FAILED)
