@@ -38,6 +38,18 @@ def test_a_command_whose_parent_is_already_dead_does_not_start() -> None:
     assert "the parent died" in done.stderr
 
 
+def test_a_rank_that_somebody_else_has_adopted_does_not_start() -> None:
+    marked = os.environ | {"STILLHOUSE_RUN_MARK": "/runs/a/1"}
+    adopted = _run(command=["echo", "started"], env=marked)  # our own environment bears no mark
+    assert (adopted.stdout, adopted.returncode) == ("", 1)
+    guard = [sys.executable, "-I", "-S", str(GUARD), "echo", "started"]
+    torchrun = f"import subprocess; subprocess.run({guard!r})"
+    child = subprocess.run(
+        [sys.executable, "-c", torchrun], env=marked, capture_output=True, text=True, check=True
+    )
+    assert child.stdout == "started\n"
+
+
 def test_no_core_is_dumped() -> None:
     assert _run(command=["sh", "-c", "ulimit -S -c"]).stdout == "0\n"
 

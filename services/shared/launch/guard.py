@@ -41,12 +41,31 @@ def main() -> None:
         _become(pwd.getpwnam(options.user))
     # After the change of user, which clears it.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.Signals[options.signal].value, 0, 0, 0)
-    if options.parent and os.getppid() != options.parent:
+    if _is_orphan(options.parent):
         sys.exit("guard: the parent died before its command started")
     # A core dump of a rank is gigabytes in the working directory, once per crash.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     command = _bound(options.command)
     os.execvp(command[0], command)
+
+
+def _is_orphan(parent: int) -> bool:
+    """Return whether the parent died before the kernel was armed.
+
+    A rank is not told torchrun's pid, but torchrun carries the same mark in its environment as the
+    rank; whoever adopts an orphan does not. Where the parent cannot be read, nothing is known.
+    """
+    if parent:
+        return os.getppid() != parent
+    mark = os.environ.get("STILLHOUSE_RUN_MARK")
+    if mark is None:
+        return False
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:  # noqa: PTH123
+            variables = file.read().split(b"\0")
+    except OSError:
+        return False
+    return f"STILLHOUSE_RUN_MARK={mark}".encode() not in variables
 
 
 def _bound(command: list[str]) -> list[str]:
