@@ -1,15 +1,23 @@
-"""The engines alone: processor seconds with one thread, in rounds that take turns."""
+"""The engines alone: processor seconds with one thread, in rounds that take turns.
+
+ONNX Runtime's 8 bits run in a process of the peers' environment, over batches that were padded by our
+own rule for engines that pad (at most 15 %); its seconds are those of its process.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from synthetic import MAX_LENGTH, make_texts
+from synthetic import HEADS, MAX_LENGTH, make_texts
 
 from services.api.serving.gate import prepared_weights
 from services.api.serving.int8 import Conversions, Int8Linear, compiled_conversions
@@ -18,46 +26,74 @@ from services.api.serving.packed import PackedEngine
 from services.api.serving.pieces import Pieces, compiled_pieces
 from services.api.serving.prepared import load_backbone, save_weights
 from services.api.serving.smoothing import largest_activations, smooth
+from services.api.serving.transformers_engine import buckets
 from services.shared.model.artifact import load_classifier
 from services.shared.model.tokens import encode, load_tokenizer
 
+HERE = Path(__file__).parent
 BATCH_TOKENS = 512
-Run = Callable[[], Any]
+ONNX = "ONNX Runtime int8"
+
+# Runs once; returns the processor seconds that it took, and the logits [N, C] by head.
+Run = Callable[[], tuple[float, Any]]
 
 
-def bench_engines(artifact: Path, *, texts: int, rounds: int) -> dict[str, Any]:
+def bench_engines(
+    artifact: Path, *, texts: int, rounds: int, peers_python: Path, onnx_dir: Path
+) -> dict[str, Any]:
     """Return tokens per processor second of each engine and of the products alone, and agreement."""
+    with subprocess.Popen(
+        [str(peers_python), str(HERE / "onnx_int8.py"), "run", str(onnx_dir)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as peer:
+        try:
+            return _compare(artifact, texts=texts, rounds=rounds, peer=peer)
+        finally:
+            peer.terminate()
+
+
+def export_onnx(artifact: Path, directory: Path, *, peers_python: Path) -> None:
+    """Write the ONNX form of an artifact in 8 bits, unless it is there already."""
+    subprocess.run(
+        [str(peers_python), str(HERE / "onnx_int8.py"), "export", str(artifact), str(directory)],
+        env=os.environ | {"PYTHONPATH": str(HERE.parent.parent)},
+        check=True,
+    )
+
+
+def _compare(
+    artifact: Path, *, texts: int, rounds: int, peer: subprocess.Popen[str]
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(artifact)
     tokens, _ = encode(make_texts(texts), tokenizer, max_length=MAX_LENGTH)
     plain = load_classifier(artifact, dtype=torch.bfloat16)
     bf16 = _packed(artifact, torch.bfloat16)
-    _prepare(artifact, tokens[:16])
-    int8 = _int8(artifact, plain, compiles=True)
-    int8_eager = _int8(artifact, plain, compiles=False)
+    int8 = int8_engine(artifact, plain, compiles=True)
+    int8_eager = int8_engine(artifact, plain, compiles=False)
 
-    candidates: dict[str, Run] = {
-        "transformers bf16, one by one": lambda: _one_by_one(plain, tokens),
-        "packed bf16": lambda: _batched(bf16, tokens),
-        "packed int8": lambda: _batched(int8, tokens),
-        "packed int8, not compiled": lambda: _batched(int8_eager, tokens),
+    runs: dict[str, Run] = {
+        "transformers bf16, one by one": _timed(lambda: _one_by_one(plain, tokens)),
+        "packed bf16": _timed(lambda: _batched(bf16, tokens)),
+        "packed int8": _timed(lambda: _batched(int8, tokens)),
+        "packed int8, not compiled": _timed(lambda: _batched(int8_eager, tokens)),
+        ONNX: lambda: _onnx(peer, tokens),
+        "bf16 products alone": _timed(lambda: _products(bf16)),
+        "int8 products alone": _timed(lambda: _products(int8_eager)),
     }
-    limits: dict[str, Run] = {
-        "bf16 products alone": lambda: _products(bf16),
-        "int8 products alone": lambda: _products(int8_eager),
-    }
-    answers = {name: run() for name, run in candidates.items()}
-    for run in limits.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in [*candidates, *limits]}
-    for _ in range(rounds):
-        for name, run in {**candidates, **limits}.items():
-            started = time.process_time()
-            run()
-            seconds[name].append(time.process_time() - started)
+    answers = {name: run()[1] for name, run in runs.items()}  # which warms them up
+    answers = {name: answer for name, answer in answers.items() if answer is not None}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds):
+        for name in list(runs) if turn % 2 == 0 else reversed(runs):
+            seconds[name].append(runs[name]()[0])
     total = sum(map(len, tokens))
-    rates = {name: total / min(seconds[name]) for name in candidates}
-    rates |= {name: BATCH_TOKENS / min(seconds[name]) for name in limits}
+    rates = {
+        name: (total if name in answers else BATCH_TOKENS) / median(seconds[name]) for name in runs
+    }
     exact = answers["transformers bf16, one by one"]
     return {
         "texts": texts,
@@ -70,21 +106,47 @@ def bench_engines(artifact: Path, *, texts: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def _timed(run: Callable[[], Any]) -> Run:
+    def timed() -> tuple[float, Any]:
+        started = time.process_time()
+        answer = run()
+        return time.process_time() - started, answer
+
+    return timed
+
+
+def _onnx(peer: subprocess.Popen[str], tokens: Sequence[Sequence[int]]) -> tuple[float, Any]:
+    assert peer.stdin is not None
+    assert peer.stdout is not None
+    rows = list(buckets([len(text) for text in tokens], budget=BATCH_TOKENS))
+    peer.stdin.write(json.dumps([[tokens[row] for row in batch] for batch in rows]) + "\n")
+    peer.stdin.flush()
+    answer = json.loads(peer.stdout.readline())
+    logits = np.empty((len(tokens), sum(len(head.labels) for head in HEADS)))
+    logits[[row for batch in rows for row in batch]] = answer["logits"]
+    ends = np.cumsum([len(head.labels) for head in HEADS])[:-1]
+    by_head = zip((head.name for head in HEADS), np.split(logits, ends, axis=1), strict=True)
+    return answer["seconds"], dict(by_head)
+
+
 def _packed(artifact: Path, dtype: torch.dtype) -> PackedEngine:
     classifier = load_classifier(artifact, dtype=dtype)
     heads = take_heads(classifier)
     return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads, threads=1)
 
 
-def _prepare(artifact: Path, calibration: Sequence[Sequence[int]]) -> None:
+def prepare_int8(artifact: Path) -> None:
+    """Write the 8-bit weights beside an artifact, unless they are there already."""
     if prepared_weights(artifact).exists():
         return
+    calibration, _ = encode(make_texts(16), load_tokenizer(artifact), max_length=MAX_LENGTH)
     classifier = load_classifier(artifact, dtype=torch.float32)
     smooth(classifier, largest_activations(classifier, calibration))
     save_weights(classifier, artifact)
 
 
-def _int8(artifact: Path, plain: Any, *, compiles: bool) -> PackedEngine:
+def int8_engine(artifact: Path, plain: Any, *, compiles: bool, threads: int = 1) -> PackedEngine:
+    """Return the engine over prepared weights, whatever their gate would say."""
     backbone = load_backbone(
         artifact,
         max_length=MAX_LENGTH,
@@ -92,7 +154,9 @@ def _int8(artifact: Path, plain: Any, *, compiles: bool) -> PackedEngine:
         conversions=compiled_conversions() if compiles else Conversions(),
     )
     pieces = compiled_pieces() if compiles else Pieces()
-    return PackedEngine(backbone, take_heads(plain), threads=1, pieces=pieces, kind="packed-int8")
+    return PackedEngine(
+        backbone, take_heads(plain), threads=threads, pieces=pieces, kind="packed-int8"
+    )
 
 
 def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -15,7 +15,7 @@ from services.shared.model.tokens import load_tokenizer
 @bentoml.service(workers=1, traffic={"timeout": 600})
 class Model:
     def __init__(self) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["BENCH_THREADS"]))
         directory = os.environ["BENCH_ARTIFACT"]
         self.classifier = load_classifier(directory, dtype=torch.bfloat16)
         self.tokenizer = load_tokenizer(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -14,7 +15,7 @@ from services.shared.model.tokens import load_tokenizer
 
 class Classify(litserve.LitAPI):
     def setup(self, device: str) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["BENCH_THREADS"]))
         self.classifier = load_classifier(sys.argv[1], dtype=torch.bfloat16)
         self.tokenizer = load_tokenizer(sys.argv[1])
 

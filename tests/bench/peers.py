@@ -1,7 +1,9 @@
 """Our API against other servers of the same weights: bursts of requests, in rounds that take turns.
 
 The peers are installed into an environment of their own, which borrows torch and transformers from
-ours, so that every server multiplies with the same library.
+ours, so that every server multiplies with the same library. All servers are up before the first round
+and idle while another is asked; each may use every core. Ratios are medians over rounds of the ratio
+within a round, where all are asked the same texts.
 """
 
 from __future__ import annotations
@@ -10,66 +12,111 @@ import os
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from load import ask, free_port, serving
+from load import Load, ask, cpu_seconds, free_port, serving
 from synthetic import make_texts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-PACKAGES = ("litserve", "bentoml")
+PACKAGES = (
+    "litserve==0.2.19",
+    "bentoml==1.4.40",
+    "onnxruntime==1.32.0",
+    "onnx==1.23.2",
+    "onnxscript==0.7.2",
+)
+CLIENTS = 32
+OURS = ("ours, int8", "ours, bf16")
 
 
-def bench_peers(artifact: Path, *, requests: int, rounds: int, work_dir: Path) -> dict[str, Any]:
+def bench_peers(
+    artifact: Path, *, python: Path, requests: int, rounds: int, work_dir: Path
+) -> dict[str, Any]:
     """Return requests per second and processor seconds per request of each server."""
-    python = _environment(work_dir / "peers")
     artifact = artifact.resolve()
-    texts = make_texts(requests, seed=3)
+    student = [sys.executable, str(HERE / "serve_student.py"), str(artifact), "PORT"]
+    bentoml = [str(python.parent / "bentoml"), "serve", "peer_bentoml:Front", "--port", "PORT"]
     servers = {
-        "ours": [sys.executable, str(HERE / "serve_student.py"), str(artifact), "PORT"],
+        "ours, int8": [*student, "--int8"],
+        "ours, bf16": student,
         "naive": [sys.executable, str(HERE / "peer_naive.py"), str(artifact), "PORT"],
         "litserve": [str(python), str(HERE / "peer_litserve.py"), str(artifact), "PORT"],
-        "bentoml": [
-            str(python.parent / "bentoml"),
-            "serve",
-            "peer_bentoml:Front",
-            "--port",
-            "PORT",
-            "--working-dir",
-            str(HERE),
-        ],
+        "bentoml": [*bentoml, "--working-dir", str(HERE)],
     }
-    env = {
+    measured: dict[str, list[Load]] = {name: [] for name in servers}
+    with ExitStack() as stack:
+        running: dict[str, tuple[int, int]] = {}
+        for name, command in servers.items():
+            port = free_port()
+            started = serving(
+                [part.replace("PORT", str(port)) for part in command],
+                port=port,
+                env=_environ(artifact),
+                log=work_dir / f"peer_{name.replace(', ', '_')}.log",
+            )
+            running[name] = (port, stack.enter_context(started))
+            ask(*running[name], make_texts(4, seed=2), clients=4)  # warms it up
+        idle = {name: _idle_share(pid) for name, (_, pid) in running.items()}
+        for turn in range(rounds):
+            texts = make_texts(requests, seed=3 + turn)
+            for name in list(servers) if turn % 2 == 0 else reversed(servers):
+                load = ask(*running[name], texts, clients=CLIENTS)
+                measured[name].append(load)
+                print(f"round {turn + 1}, {name}: {load.as_dict()}", flush=True)
+    return {
+        "versions": _versions(python),
+        "requests": requests,
+        "rounds": {name: [load.as_dict() for load in loads] for name, loads in measured.items()},
+        "idle_cores": idle,
+        "ratios": {ours: _ratios(measured, ours) for ours in OURS},
+    }
+
+
+def _ratios(measured: dict[str, list[Load]], ours: str) -> dict[str, dict[str, float]]:
+    """Return how much less processor time and how much more throughput ours has, against each."""
+    ratios = {}
+    for name, theirs in measured.items():
+        pairs = list(zip(measured[ours], theirs, strict=True))
+        ratios[name] = {
+            "cpu": median(their.cpu_seconds / our.cpu_seconds for our, their in pairs),
+            "throughput": median(their.seconds / our.seconds for our, their in pairs),
+        }
+    return ratios
+
+
+def _idle_share(pid: int, seconds: float = 2.0) -> float:
+    """Return the cores that a server keeps busy while nobody asks it: it costs the others' rounds."""
+    before = cpu_seconds(pid)
+    time.sleep(seconds)
+    return (cpu_seconds(pid) - before) / seconds
+
+
+def _environ(artifact: Path) -> dict[str, str]:
+    cores = str(len(os.sched_getaffinity(0)))
+    return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": cores,
+        "BENCH_THREADS": cores,
         "BENCH_ARTIFACT": str(artifact),
         "BENTOML_DO_NOT_TRACK": "true",
-        "STILLHOUSE_SERVING_LANES": "1",
-        "STILLHOUSE_SERVING_THREADS": "1",
         "STILLHOUSE_SERVING_ENGINE": "packed",
         "STILLHOUSE_SERVING_DEADLINE_SECONDS": "600",
     }
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-    for turn in range(rounds):
-        order = list(servers) if turn % 2 == 0 else list(reversed(servers))
-        for name in order:
-            port = free_port()
-            command = [part.replace("PORT", str(port)) for part in servers[name]]
-            log = work_dir / f"peer_{name}.log"
-            with serving(command, port=port, env=env, log=log) as pid:
-                load = ask(port, pid, texts, clients=32)
-            measured[name].append(load.as_dict())
-            print(f"{name}: {load.as_dict()}", flush=True)
-    return {"versions": _versions(python), "requests": requests, "rounds": measured}
 
 
-def _environment(directory: Path) -> Path:
+def peers_environment(directory: Path) -> Path:
+    """Install the peers, unless they are there already, and return their Python."""
     python = directory / "bin" / "python"
     marker = directory / "installed"
-    if not marker.exists():
+    wanted = "\n".join(PACKAGES)
+    if not marker.exists() or marker.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", *PACKAGES]
         subprocess.run(install, check=True)
@@ -80,14 +127,17 @@ def _environment(directory: Path) -> Path:
             text=True,
         ).stdout.strip()
         (Path(own) / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        marker.touch()
+        marker.write_text(wanted)
     return python
 
 
 def _versions(python: Path) -> dict[str, str]:
     script = "import importlib.metadata as m, sys; [print(n, m.version(n)) for n in sys.argv[1:]]"
-    names: Sequence[str] = (*PACKAGES, "torch", "transformers")
+    names: Sequence[str] = [name.partition("==")[0] for name in PACKAGES]
     done = subprocess.run(
-        [str(python), "-c", script, *names], check=True, capture_output=True, text=True
+        [str(python), "-c", script, *names, "torch", "transformers"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return dict(line.split() for line in done.stdout.splitlines())

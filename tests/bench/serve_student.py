@@ -1,8 +1,9 @@
-"""Serves an artifact through our API for the benchmarks; with --null the engine answers at once.
+"""Serves an artifact through our API for the benchmarks.
 
-    python serve_student.py ARTIFACT PORT [--null]
+    python serve_student.py ARTIFACT PORT [--null | --int8]
 
-No database and no broker: only the routes that predict are asked.
+With --null the engine answers at once; with --int8 it takes the weights that the engines' benchmark
+prepared, without asking the gate. No database and no broker: only the routes that predict are asked.
 """
 
 from __future__ import annotations
@@ -55,19 +56,19 @@ def main() -> None:
     parser.add_argument("artifact", type=Path)
     parser.add_argument("port", type=int)
     parser.add_argument("--null", action="store_true")
+    parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
     promoted = [Promoted("prm_1", "default", "mdl_1", "bench", "mdl_1", options.artifact)]
     metrics = Metrics()
     predictor = Predictor(
         ServingSettings(),
-        promotions=list if options.null else lambda: promoted,
+        promotions=list if options.null or options.int8 else lambda: promoted,
         registry=metrics.registry,
     )
     if options.null:
-        tokenizer = (options.artifact / "tokenizer.json").read_text()
-        encoder = TokenizerEncoder(tokenizer, max_length=256)
-        student = ActiveStudent("null", "null", "null", HEADS, 256, encoder, NullEngine())
-        predictor.slot.swap("default", student)
+        predictor.slot.swap("default", _null_student(options.artifact))
+    if options.int8:
+        predictor.slot.swap("default", _int8_student(options.artifact, predictor.settings))
     unused: Any = None
     settings = ApiSettings(
         database_url="postgresql+psycopg://nobody@127.0.0.1:1/nothing",
@@ -98,6 +99,30 @@ def main() -> None:
         server_header=False,
         log_level="warning",
     )
+
+
+def _null_student(artifact: Path) -> ActiveStudent:
+    tokenizer = (artifact / "tokenizer.json").read_text()
+    encoder = TokenizerEncoder(tokenizer, max_length=256)
+    return ActiveStudent("null", "null", "null", HEADS, 256, encoder, NullEngine())
+
+
+def _int8_student(artifact: Path, settings: ServingSettings) -> ActiveStudent:
+    # Only here: the tests' server needs no torch.
+    import torch
+    from engines import int8_engine
+    from synthetic import HEADS as heads
+    from synthetic import MAX_LENGTH
+
+    from services.api.serving.engine import warm_up
+    from services.shared.model.artifact import load_classifier
+
+    plain = load_classifier(artifact, dtype=torch.bfloat16)
+    engine = int8_engine(artifact, plain, compiles=True, threads=settings.threads)
+    del plain
+    warm_up(engine, batch_tokens=settings.batch_tokens, max_length=MAX_LENGTH)
+    encoder = TokenizerEncoder((artifact / "tokenizer.json").read_text(), max_length=MAX_LENGTH)
+    return ActiveStudent("bench", "int8", "mdl_1", heads, MAX_LENGTH, encoder, engine)
 
 
 if __name__ == "__main__":
