@@ -67,7 +67,7 @@ N ?= 300
 SEED ?=
 
 .PHONY: faults
-faults: $(INSTALLED) ## Hit a running platform with N random faults (an hour for 300; SEED=n repeats)
+faults: $(INSTALLED) ## Let N random faults hit a running platform (an hour for 300; SEED=n for those again)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --draws $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: check

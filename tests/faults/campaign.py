@@ -65,7 +65,7 @@ class Campaign:
         self.resumed = self.restarted = self.attempts = 0
 
     def run(self, count: int) -> None:
-        """Start the platform, promote a student, do `count` draws, drain, check everything."""
+        """Start the platform, promote a student, let `count` faults hit, drain, check everything."""
         self.out.mkdir(parents=True, exist_ok=True)
         self.house = House(self.out)
         volume = mount_volume(self.out / "data")
@@ -93,6 +93,7 @@ class Campaign:
             "seed": self.seed,
             "draws": len(self.draws),
             "hits": len(hit),
+            "kills": sum(draw.fault.startswith("kill_") for draw in hit),
             "missed": dict(Counter(draw.fault for draw in self.draws if draw.did is None)),
             "hits_by_fault_and_phase": {name: dict(row) for name, row in sorted(table.items())},
             "jobs": dict(self.ends),
@@ -139,7 +140,10 @@ class Campaign:
     def _draw_all(self, count: int) -> None:
         faults = [f for f in FAULTS if f.name != "fill_disk" or self.scene.volume is not None]
         self._say(f"seed {self.seed}, {count} draws, pid {os.getpid()}")
-        for number, (fault, phase) in enumerate(draw_deck(self.rng, count, faults), start=1):
+        deck = draw_deck(self.rng, 2 * count, faults)
+        for number, (fault, phase) in enumerate(deck, start=1):
+            if sum(draw.did is not None for draw in self.draws) == count:
+                break
             delay = self.rng.choice([0.0, self.rng.uniform(0, 0.05), self.rng.uniform(0, 1.0)])
             draw = Draw(number, fault.name, phase, round(delay, 3))
             self.draws.append(draw)
@@ -168,8 +172,10 @@ class Campaign:
                 promotion.join(120)
             if draw.did is not None:
                 break
-        if target is not None and target.job_id in self.workload.flying:
-            self.workload.flying[target.job_id].draws.append(draw.number)
+        is_aimed = fault.name in ("kill_rank", "kill_torchrun")
+        for job in self.workload.flying.values():
+            if draw.did is not None and (not is_aimed or job.id == draw.job_id):
+                job.draws.append(draw.number)
         for message in self.scene.violations:
             self._violate("part", message, draw)
         self.scene.violations.clear()
@@ -366,7 +372,14 @@ def _print_table(report: dict[str, Any]) -> None:
     print(f"{'fault':<16}" + "".join(f"{name:>10}" for name in columns))
     for fault, row in report["hits_by_fault_and_phase"].items():
         print(f"{fault:<16}" + "".join(f"{row.get(name, 0):>10}" for name in columns))
-    for name in ("hits", "missed", "jobs", "attempts", "attempts_resumed_from_a_checkpoint"):
+    for name in (
+        "hits",
+        "kills",
+        "missed",
+        "jobs",
+        "attempts",
+        "attempts_resumed_from_a_checkpoint",
+    ):
         print(f"{name}: {report[name]}")
     for name in ("lost_jobs", "double_or_wrong_results", "orphans", "api_answers"):
         print(f"{name}: {report[name]}")
