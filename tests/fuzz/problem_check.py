@@ -1,4 +1,4 @@
-"""A check for schemathesis, loaded as its hooks: every error is a problem document of a kind that we know.
+"""Checks for schemathesis, loaded by hooks.py: every error is a problem document of a kind that we know.
 
 Runs in the environment of tests/fuzz/requirements.txt, which has nothing of ours: the known kinds come
 from the environment as JSON, slug to status.

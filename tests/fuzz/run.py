@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from services.api.errors import TITLES
 from tests.fuzz.api_alone import ApiAlone, api_alone
@@ -36,6 +37,14 @@ SETTINGS = {
 }
 
 
+class Answer(NamedTuple):
+    """What the API counts requests by."""
+
+    method: str
+    route: str
+    status: int
+
+
 def main() -> None:
     """Start, fill, fuzz, count, stop."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -47,14 +56,20 @@ def main() -> None:
     shutil.rmtree(options.directory, ignore_errors=True)
     with api_alone(options.directory, **SETTINGS) as api:
         seeds = seed(api)
-        before = statuses(api)
+        before = answers(api)
         code = fuzz(api, seeds, options)
-        found = statuses(api) - before
+        found = answers(api) - before
     crashes = [line for line in api.log.read_text().splitlines() if "request_failed" in line]
     total = sum(found.values())
-    print(f"\nThe API answered {total} requests:", dict(sorted(found.items())))
+    by_status: Counter[int] = Counter()
+    for answer, count in found.items():
+        by_status[answer.status] += count
+    known = {(answer.method, answer.route) for answer in found if answer.status < 405}
+    done = {(answer.method, answer.route) for answer in found if answer.status < 300}
+    print(f"\nThe API answered {total} requests:", dict(sorted(by_status.items())))
+    print(f"Operations that succeeded at least once: {len(done)}; never:", sorted(known - done))
     print(f"Requests that broke something on the server: {len(crashes)} (in {api.log})")
-    broken = sum(count for status, count in found.items() if status >= 500 and status != 503)
+    broken = sum(count for status, count in by_status.items() if status >= 500 and status != 503)
     if code or broken or crashes or total < FEWEST_REQUESTS:
         sys.exit(f"fuzz: failed (schemathesis ended with {code}, {broken} answers were 5xx)")
     print("fuzz: passed")
@@ -83,7 +98,8 @@ def fuzz(api: ApiAlone, seeds: Seeds, options: argparse.Namespace) -> int:
     env = {
         **os.environ,
         "PYTHONPATH": str(HERE.parents[1]),
-        "SCHEMATHESIS_HOOKS": "tests.fuzz.problem_check",
+        "SCHEMATHESIS_HOOKS": "tests.fuzz.hooks",
+        "FUZZ_DATASET_ID": seeds.dataset_id,
         "FUZZ_PROBLEM_KINDS": json.dumps(kinds),
     }
     # Its notes for `st replay` stay in the working directory.
@@ -100,15 +116,14 @@ def _dictionaries(seeds: Seeds) -> str:
     return "".join(f"\n[dictionaries.{n}]\nvalues = {json.dumps(v)}\n" for n, v in values.items())
 
 
-def statuses(api: ApiAlone) -> Counter[int]:
-    """Return how many requests the API says it has answered, by status."""
+def answers(api: ApiAlone) -> Counter[Answer]:
+    """Return how many requests the API says it has answered, by method, route and status."""
     with api.client() as client:
         text = client.get("/metrics").text
-    found: Counter[int] = Counter()
-    for status, count in re.findall(
-        r'^stillhouse_http_requests_total\{.*status="(\d+)".*\} ([0-9.e+]+)$', text, re.MULTILINE
-    ):
-        found[int(status)] += int(float(count))
+    line = r'^stillhouse_http_requests_total\{method="(.*?)",route="(.*?)",status="(.*?)"\} (\S+)$'
+    found: Counter[Answer] = Counter()
+    for method, route, status, count in re.findall(line, text, re.MULTILINE):
+        found[Answer(method, route, int(status))] += int(float(count))
     return found
 
 
