@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ import httpx
 
 from services.shared.jobs.state import Reason
 from tests.faults.catalogue import FAULTS, Fault, Scene, draw_deck
-from tests.faults.house import House
+from tests.faults.house import House, mount_volume
 from tests.faults.invariants import ENDS, check_job
 from tests.faults.proxy import until
+from tests.faults.report import Draw, print_table, summarise
 from tests.faults.watch import Watch
 from tests.faults.workload import Standing, Tracked, Workload
 
@@ -35,21 +36,6 @@ PHASE_SECONDS = 30  # how long a draw waits for a job in its phase
 ORPHAN_SECONDS = 30  # how long a process may outlive its attempt: a cut worker has to hear of it
 DRAIN_SECONDS = 900
 MOST_TRIES = 5  # a job may leave its phase before it is hit
-VOLUME = "768m"
-
-
-@dataclass
-class Draw:
-    """One fault of the campaign."""
-
-    number: int
-    fault: str
-    phase: str
-    delay: float
-    at: float = 0.0  # seconds since the start
-    met: str = ""  # the phase in which the target really was
-    job_id: str = ""
-    did: str | None = None  # None: nothing was hit
 
 
 class Campaign:
@@ -84,28 +70,14 @@ class Campaign:
 
     def report(self) -> dict[str, Any]:
         """Return the report as JSON."""
-        hit = [draw for draw in self.draws if draw.did is not None]
-        table: dict[str, Counter[str]] = {}
-        for draw in hit:
-            table.setdefault(draw.fault, Counter())[draw.met] += 1
-        kinds = Counter(violation["kind"] for violation in self.violations)
-        return {
-            "seed": self.seed,
-            "draws": len(self.draws),
-            "hits": len(hit),
-            "kills": sum(draw.fault.startswith("kill_") for draw in hit),
-            "missed": dict(Counter(draw.fault for draw in self.draws if draw.did is None)),
-            "hits_by_fault_and_phase": {name: dict(row) for name, row in sorted(table.items())},
+        jobs = {
             "jobs": dict(self.ends),
             "attempts": self.attempts,
             "attempts_resumed_from_a_checkpoint": self.resumed,
             "attempts_begun_at_step_1_again": self.restarted,
-            "lost_jobs": kinds["lost"],
-            "double_or_wrong_results": kinds["job"],
-            "orphans": kinds["orphan"],
-            "api_answers": self.watch.counts() if hasattr(self, "watch") else {},
-            "violations": self.violations,
         }
+        answers = self.watch.counts() if hasattr(self, "watch") else {}
+        return summarise(self.seed, self.draws, jobs, answers, self.violations)
 
     # The steps of a campaign
 
@@ -148,7 +120,7 @@ class Campaign:
             draw = Draw(number, fault.name, phase, round(delay, 3))
             self.draws.append(draw)
             self._draw(draw, fault)
-            self._write_report()
+            self.write_report()
 
     def _draw(self, draw: Draw, fault: Fault) -> None:
         is_up = self.house.wait_until_up(seconds=180)
@@ -325,25 +297,10 @@ class Campaign:
         with (self.out / "campaign.log").open("a") as file:
             file.write(stamped + "\n")
 
-    def _write_report(self) -> None:
+    def write_report(self) -> None:
+        """Write the report as it stands, with every draw."""
         whole = self.report() | {"each": [asdict(draw) for draw in self.draws]}
         (self.out / "report.json").write_text(json.dumps(whole, indent=1))
-
-
-def mount_volume(data_dir: Path) -> Path | None:
-    """Put runs and models on a small tmpfs of their own; None where mounting is not allowed."""
-    volume = data_dir / "volume"
-    volume.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={VOLUME},mode=755", "tmpfs", str(volume)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        print(f"No full disk in this campaign: {done.stderr.strip()}", flush=True)
-        volume.rmdir()
-        return None
-    for name in ("runs", "models"):
-        (volume / name).mkdir()
-        (data_dir / name).symlink_to(volume / name)
-    return volume
 
 
 def main() -> None:
@@ -360,30 +317,10 @@ def main() -> None:
     try:
         campaign.run(options.draws)
     finally:
-        campaign._write_report()
-        _print_table(campaign.report())
+        campaign.write_report()
+        print_table(campaign.report())
         print(f"report and logs: {campaign.out}")
     sys.exit(1 if campaign.violations else 0)
-
-
-def _print_table(report: dict[str, Any]) -> None:
-    columns = ["queued", "claimed", "loading", "training", "saving", "exporting", "finishing"]
-    columns += ["promoting", "ended"]
-    print(f"{'fault':<16}" + "".join(f"{name:>10}" for name in columns))
-    for fault, row in report["hits_by_fault_and_phase"].items():
-        print(f"{fault:<16}" + "".join(f"{row.get(name, 0):>10}" for name in columns))
-    for name in (
-        "hits",
-        "kills",
-        "missed",
-        "jobs",
-        "attempts",
-        "attempts_resumed_from_a_checkpoint",
-    ):
-        print(f"{name}: {report[name]}")
-    for name in ("lost_jobs", "double_or_wrong_results", "orphans", "api_answers"):
-        print(f"{name}: {report[name]}")
-    print(f"violations: {len(report['violations'])}")
 
 
 if __name__ == "__main__":

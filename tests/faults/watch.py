@@ -50,6 +50,12 @@ class Watch:
         finally:
             window[1] = time.monotonic()
 
+    def note(
+        self, name: str, began: float, ended: float, *, status: int, retry_after: bool
+    ) -> None:
+        """Keep an answer; status 0 is none."""
+        self._answers.append((began, ended, name, status, retry_after))
+
     def counts(self) -> dict[str, dict[str, int]]:
         """Return the answers by request and status; 0 stands for no answer."""
         found: dict[str, Counter[str]] = {"jobs": Counter(), "predict": Counter()}
@@ -61,7 +67,10 @@ class Watch:
         """Return the answers that nothing excuses."""
         found = []
         for began, ended, name, status, retry_after in list(self._answers):
-            if status == 200 or self._excused("api", began, ended):
+            if status == 200:
+                continue
+            # Dead it says nothing; started again, it has no student until that is loaded.
+            if status in (0, 503) and self._excused("api", began, ended):
                 continue
             excused = name == "jobs" and self._excused("postgres", began, ended)
             if excused and status == 503 and retry_after:
@@ -86,4 +95,4 @@ class Watch:
                     status, told = answer.status_code, "Retry-After" in answer.headers
                 except httpx.TransportError:
                     status, told = 0, False
-                self._answers.append((began, time.monotonic(), name, status, told))
+                self.note(name, began, time.monotonic(), status=status, retry_after=told)
