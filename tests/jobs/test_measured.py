@@ -8,7 +8,7 @@ import pytest
 
 from services.shared.jobs.measured import side_by_side
 
-PLAN = {"phases": {"wrap": 100, "forward": 1000}}
+PLAN = {"phases": {"wrap": 100, "forward": 1000}, "recipe": {"engine": "fsdp2"}}
 WALKED = "live parameters, gradients and optimizer state; no activations or temporaries"
 
 
@@ -29,6 +29,11 @@ def test_a_walk_over_the_state_says_nothing_of_activations() -> None:
     assert phases["wrap"].error_ratio == pytest.approx(0.1)
     assert (phases["forward"].planned_bytes, phases["forward"].measured_bytes) == (1000, 900)
     assert phases["forward"].error_ratio is None
+
+
+def test_a_walk_after_wrapping_says_nothing_of_fsdp1s_flat_copies() -> None:
+    phases = seen(WALKED, PLAN | {"recipe": {"engine": "fsdp1"}})
+    assert phases["wrap"].error_ratio is None
 
 
 def test_a_walk_over_a_student_says_nothing_of_the_teacher_beside_it() -> None:

@@ -178,6 +178,7 @@ def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
             JobRow.spec["resources"]["device"].astext,
             JobRow.plan["phases"],
             JobRow.plan["teacher_placement"],
+            JobRow.plan["recipe"]["engine"],
             JobRow.measured,
             JobRow.observed,
         )
@@ -186,8 +187,8 @@ def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
         .limit(limit)
     )
     found = []
-    for device, phases, placement, measured, observed in rows:
-        plan = {"phases": phases, "teacher_placement": placement}
+    for device, phases, placement, engine, measured, observed in rows:
+        plan = {"phases": phases, "teacher_placement": placement, "recipe": {"engine": engine}}
         worst: dict[str, float] = {}
         for rank in side_by_side(plan, measured, observed).values():
             for phase, memory in rank.phases.items():

@@ -8,10 +8,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 # Where the probe has an allocator's counters, it counts what the plan counts. Elsewhere (a CPU) it
-# walks the trained model's parameters, gradients and optimizer state: that is all there is in these
-# phases of a teacher job, and less than there is in any other.
+# walks the trained model's parameters, gradients and optimizer state: that is all there is in this
+# phase of a teacher job under FSDP2. FSDP1 makes flat copies while it wraps, which are gone when the
+# probe walks; loading has the optimizer's state beside it where an attempt resumes.
 ALLOCATOR = "allocator"
-_WALKED = frozenset({"load", "wrap"})
+_WALKED = "wrap"
 
 
 class PhaseMemory(BaseModel):
@@ -58,12 +59,13 @@ def phases_of(
 ) -> dict[str, PhaseMemory]:
     """Return each phase that the plan or the probe knows; `plan` is the document of a plan."""
     planned: dict[str, int] = plan.get("phases") or {}
-    walked = _WALKED if basis is not None and not plan.get("teacher_placement") else frozenset()
+    is_fsdp2 = (plan.get("recipe") or {}).get("engine") == "fsdp2"
+    walks = basis is not None and is_fsdp2 and not plan.get("teacher_placement")
     return {
         phase: PhaseMemory(
             planned_bytes=planned.get(phase),
             measured_bytes=peaks.get(phase),
-            comparable=basis == ALLOCATOR or phase in walked,
+            comparable=basis == ALLOCATOR or (walks and phase == _WALKED),
         )
         for phase in {**planned, **peaks}
     }
