@@ -75,6 +75,9 @@ class House:
         assert claim is not None
         return claim
 
+    def retry(self, job_id: str, **changes: Any) -> JobView:
+        return self.store.retry(job_id, **changes)[0]
+
     def running(self, **fields: Any) -> Claim:
         """A teacher job in the hands of a worker."""
         return self.claim(self.queued(**fields).id)

@@ -132,7 +132,7 @@ def test_a_teacher_without_the_head_is_refused(house: House) -> None:
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
 def test_a_retry_is_a_new_job(house: House, state: JobState) -> None:
     old = house.store.job(house.in_state(state))
-    new = house.store.retry(old.id, plan={"verdict": "fits"})
+    new = house.retry(old.id, plan={"verdict": "fits"})
     assert (new.state, new.retry_of, new.attempt) == (JobState.QUEUED, old.id, 0)
     assert (new.spec, new.plan) == (old.spec, {"verdict": "fits"})
     assert house.store.job(old.id) == old
@@ -145,7 +145,7 @@ def test_a_retried_teacher_brings_those_that_failed_with_it(house: House) -> Non
     cancelled = _child(house, parent.job_id)
     house.store.request_cancel(cancelled.id)
     house.store.finish(parent, CRASHED)
-    again = house.store.retry(parent.job_id)
+    again = house.retry(parent.job_id)
     (child_id,) = again.child_job_ids  # who was cancelled on request stays away
     new = house.store.job(child_id)
     assert (new.state, new.retry_of, new.parent_job_id) == (JobState.WAITING, child.id, again.id)
@@ -163,14 +163,14 @@ def test_a_second_retry_brings_them_only_where_the_first_came_to_nothing(house: 
     parent = house.running()
     child = _child(house, parent.job_id)
     house.store.finish(parent, CRASHED)
-    first, second = house.store.retry(parent.job_id), house.store.retry(parent.job_id)
+    first, second = house.retry(parent.job_id), house.retry(parent.job_id)
     assert (len(first.child_job_ids), second.child_job_ids) == (1, [])
     house.store.finish(house.claim(first.id), CRASHED)
-    third = house.store.retry(first.id)
+    third = house.retry(first.id)
     (child_id,) = third.child_job_ids
     assert house.store.job(child_id).retry_of == first.child_job_ids[0]
     house.store.request_cancel(child_id)
-    fourth = house.store.retry(parent.job_id)
+    fourth = house.retry(parent.job_id)
     assert [house.store.job(one).retry_of for one in fourth.child_job_ids] == [child.id]
 
 
@@ -178,12 +178,12 @@ def test_a_second_retry_brings_them_only_where_the_first_came_to_nothing(house: 
 def test_only_what_failed_or_was_cancelled_is_retried(house: House, state: JobState) -> None:
     job_id = house.in_state(state)
     with pytest.raises(InvalidTransition):
-        house.store.retry(job_id)
+        house.retry(job_id)
 
 
 def test_a_retry_takes_a_remedy(house: House) -> None:
     old = house.in_state(JobState.FAILED)
-    new = house.store.retry(
+    new = house.retry(
         old,
         recipe_changes={"optimizer": "adafactor"},
         training_changes={"micro_batch_tokens": 1024},
@@ -198,14 +198,14 @@ def test_a_retry_takes_a_remedy_that_places_the_teacher(house: House) -> None:
     old = house.store.create_job(house.distill_spec({"model_id": teacher}))[0]
     house.store.finish(house.claim(old.id), CRASHED)
     changes = {"teacher_placement": "sharded", "micro_batch_tokens": 512}
-    new = house.store.retry(old.id, recipe_changes=changes)
+    new = house.retry(old.id, recipe_changes=changes)
     assert new.spec.distillation.teacher_placement == "sharded"
     assert new.recipe == old.recipe | {"micro_batch_tokens": 512}
 
 
 def test_a_teacher_job_has_no_teacher_to_place(house: House) -> None:
     with pytest.raises(InvalidInput) as refused:
-        house.store.retry(
+        house.retry(
             house.in_state(JobState.FAILED), recipe_changes={"teacher_placement": "sharded"}
         )
     assert refused.value.field == "teacher_placement"
@@ -216,7 +216,7 @@ def test_a_retry_goes_on_with_the_recipe_last_used(house: House) -> None:
     changes = {"optimizer_impl": "for_loop"}
     house.store.finish(claim, Outcome(end=End.RETRY, recipe_changes=changes))
     house.store.finish(house.claim(claim.job_id), CRASHED)
-    assert house.store.retry(claim.job_id).recipe["optimizer_impl"] == "for_loop"
+    assert house.retry(claim.job_id).recipe["optimizer_impl"] == "for_loop"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_remedy_that_does_not_exist_is_refused(
 ) -> None:
     old = house.in_state(JobState.FAILED)
     with pytest.raises(InvalidInput) as refused:
-        house.store.retry(old, **changes)
+        house.retry(old, **changes)
     assert refused.value.field == field
 
 
@@ -251,8 +251,23 @@ def test_every_attempt_goes_on_from_the_latest_checkpoint(house: House) -> None:
     assert second.resume_dir == saved
     save(first.job_id, 2, complete=False)
     house.store.finish(second, CRASHED)
-    retry = house.claim(house.store.retry(first.job_id).id)
+    retry = house.claim(house.retry(first.job_id).id)
     assert retry.resume_dir == saved
     saved_by_retry = save(retry.job_id, 1)
     house.store.finish(retry, CRASHED)
-    assert house.claim(house.store.retry(retry.job_id).id).resume_dir == saved_by_retry
+    assert house.claim(house.retry(retry.job_id).id).resume_dir == saved_by_retry
+
+
+def test_the_same_key_retries_once_with_its_chain(house: House) -> None:
+    parent = house.running()
+    _child(house, parent.job_id)
+    house.store.finish(parent, CRASHED)
+    first, created = house.store.retry(parent.job_id, idempotency_key="again")
+    assert created
+    known, created = house.store.retry(parent.job_id, idempotency_key="again")
+    assert (known.id, created) == (first.id, False)
+    assert len(house.store.job(first.id).child_job_ids) == 1
+    with pytest.raises(InvalidInput, match="used for another request"):
+        house.store.retry(
+            parent.job_id, idempotency_key="again", recipe_changes={"optimizer": "adafactor"}
+        )

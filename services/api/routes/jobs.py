@@ -153,7 +153,11 @@ class RetryRequest(BaseModel):
 
 @writes.post("/jobs/{job_id}/retry", operation_id="retry_job", status_code=202, responses=_ACCEPTED)
 def retry_job(
-    job_id: JobId, parts: PartsDep, response: Response, body: RetryRequest | None = None
+    job_id: JobId,
+    parts: PartsDep,
+    response: Response,
+    body: RetryRequest | None = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> JobView:
     """Repeat a failed or cancelled job as a new one that goes on from its checkpoints.
 
@@ -168,13 +172,14 @@ def retry_job(
         recipe_changes=recipe_changes,
         training_changes=training_changes,
     )
-    job = parts.store.retry(
+    job, created = parts.store.retry(
         job_id,
         recipe_changes=recipe_changes,
         training_changes=training_changes,
         plan=parts.admit(spec).plan,
+        idempotency_key=idempotency_key,
     )
-    return _accepted(job, parts=parts, response=response, created=True)
+    return _accepted(job, parts=parts, response=response, created=created)
 
 
 @writes.post("/jobs/{job_id}/cancel", operation_id="cancel_job", status_code=202)

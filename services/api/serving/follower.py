@@ -16,6 +16,7 @@ import structlog
 from services.api.serving.measures import Measures
 from services.api.serving.promoted import NoReports, Promoted, Reports, StudentRefused
 from services.api.serving.slot import ActiveStudent, Slot
+from services.shared.jobs.errors import Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +82,10 @@ class Follower:
         while not self._stop.is_set():
             try:
                 again = self.look()
+            except Unavailable as error:
+                # Comes back by itself; what serves goes on serving.
+                log.warning("promotions_not_seen", why=str(error))
+                again = False
             except Exception:
                 log.exception("promotions_not_followed")
                 again = False

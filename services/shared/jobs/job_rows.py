@@ -55,7 +55,7 @@ def create(
 
     `request` is the chain that the job is a part of.
     """
-    sha256 = _digest(request or spec)
+    sha256 = _digest(request or spec, retry_of=retry_of)
     if idempotency_key is not None:
         known = _by_key(session, idempotency_key, sha256)
         if known is not None:
@@ -274,8 +274,9 @@ def _by_key(session: Session, key: str, sha256: str) -> str | None:
     return None if known is None else known.id
 
 
-def _digest(request: TeacherSpec | DistillSpec | ChainSpec) -> str:
-    text = json.dumps(request.model_dump(mode="json"), sort_keys=True)
+def _digest(request: TeacherSpec | DistillSpec | ChainSpec, *, retry_of: str | None) -> str:
+    asked = request.model_dump(mode="json") | ({"retry_of": retry_of} if retry_of else {})
+    text = json.dumps(asked, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

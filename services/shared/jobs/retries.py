@@ -26,8 +26,9 @@ def retry(
     recipe_changes: dict[str, Any],
     training_changes: dict[str, Any],
     plan: dict[str, Any] | None,
-) -> str:
-    """Insert a new job that repeats a failed or cancelled one; return its id.
+    idempotency_key: str | None,
+) -> tuple[str, bool]:
+    """Insert a new job that repeats a failed or cancelled one; return its id, and if it is new.
 
     The distillations that failed with it are inserted anew as well, and wait for the new job.
     Raises NotFound, InvalidTransition for any other state, InvalidInput naming a wrong change.
@@ -43,9 +44,17 @@ def retry(
     )
     _, own = split_changes(recipe_changes)
     recipe = Recipe.model_validate(old.recipe | own)
-    new, _ = create(session, spec, plan=plan, recipe=recipe, retry_of=job_id)
-    _revive_children(session, job_id, new_parent_id=new)
-    return new
+    new, created = create(
+        session,
+        spec,
+        plan=plan,
+        recipe=recipe,
+        idempotency_key=idempotency_key,
+        retry_of=job_id,
+    )
+    if created:
+        _revive_children(session, job_id, new_parent_id=new)
+    return new, created
 
 
 def changed_spec(

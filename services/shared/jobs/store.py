@@ -181,21 +181,24 @@ class Store:
         recipe_changes: dict[str, Any] | None = None,
         training_changes: dict[str, Any] | None = None,
         plan: dict[str, Any] | None = None,
-    ) -> JobView:
+        idempotency_key: str | None = None,
+    ) -> tuple[JobView, bool]:
         """Store a new job that repeats a failed or cancelled one and goes on from its checkpoints.
 
-        Distillations that failed with a teacher are stored anew with it, and wait for it.
+        Distillations that failed with a teacher are stored anew with it, and wait for it. Returns the
+        job and whether it is new, as `create_job` does.
         Raises NotFound, InvalidTransition, InvalidInput; send the new job after that if it is `queued`.
         """
         with transaction(self.engine) as session:
-            new = retries.retry(
+            new, created = retries.retry(
                 session,
                 job_id,
                 recipe_changes=recipe_changes or {},
                 training_changes=training_changes or {},
                 plan=plan,
+                idempotency_key=idempotency_key,
             )
-            return job_rows.view(session, new)
+            return job_rows.view(session, new), created
 
     # Attempts: what workers do
 
