@@ -32,10 +32,10 @@ from tests.faults.watch import Watch
 from tests.faults.workload import Standing, Tracked, Workload
 
 IN_FLIGHT = 6
-PHASE_SECONDS = 30  # how long a draw waits for a job in its phase
+PHASE_SECONDS = 20  # how long a draw waits for a job in its phase
 ORPHAN_SECONDS = 30  # how long a process may outlive its attempt: a cut worker has to hear of it
 DRAIN_SECONDS = 900
-MOST_TRIES = 5  # a job may leave its phase before it is hit
+MOST_TRIES = 2  # a job may leave its phase before it is hit
 
 
 class Campaign:
@@ -162,7 +162,7 @@ class Campaign:
         return next((s.phase for s in standings if s.job_id == target.job_id), "ended")
 
     def _await(self, phase: str) -> Standing | None:
-        """Return a job that is in `phase` now, or after half a minute any that runs."""
+        """Return a job that is in `phase` now, or after a while any that runs."""
         if phase == "promoting":
             return None
         deadline, looked_at = time.monotonic() + PHASE_SECONDS, 0.0
