@@ -215,8 +215,8 @@ def test_the_plan_is_what_fsdp1_takes_on_two_ranks(
     assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.005)
 
 
-@pytest.mark.skipif(default_engine() is Engine.FSDP2, reason="torch has dry runs from 2.6 on")
-def test_an_old_torch_says_that_it_has_no_dry_runs() -> None:
+def test_an_old_torch_says_that_it_has_no_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.shared.fsdp.trace.default_engine", lambda: Engine.FSDP1)
     with pytest.raises(SystemExit, match=r"needs torch 2\.6"):
         main([])
 

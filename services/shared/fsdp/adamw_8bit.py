@@ -158,9 +158,8 @@ def decode(codes: Tensor, scale: Tensor, entries: Tensor) -> Tensor:
 def encode_into(codes: Tensor, scale: Tensor, values: Tensor, entries: Tensor) -> None:
     """Write float32 values [n] as codes [n] and scales [ceil(n / 256)], the largest of each block."""
     largest = pad(values.abs(), (0, -len(values) % BLOCK)).view(-1, BLOCK).amax(1)
-    scale.copy_(
-        largest.clamp_min_(torch.finfo(torch.float32).tiny)
-    )  # a block of zeros has some, too
+    # A block of zeros needs a scale, too.
+    scale.copy_(largest.clamp_min_(torch.finfo(torch.float32).tiny))
     between = (entries[1:] + entries[:-1]) / 2
     normal = values / _each(scale, len(values))
     codes.copy_(torch.bucketize(normal, between, out_int32=True, right=True))
