@@ -111,3 +111,16 @@ def test_state_that_was_cut_elsewhere_is_encoded_anew():
         after = decode(moved[key], moved[f"{key}_scale"], entries)
         largest = before.abs().max()
         assert float((after - before).abs().max()) < 0.02 * float(largest)
+
+
+def test_a_piece_of_several_chunks_is_updated_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for chunk in (AdamW8Bit.chunk_elements, 2 * BLOCK):
+        monkeypatch.setattr(AdamW8Bit, "chunk_elements", chunk)
+        piece = FakePiece("w", draw(1))
+        rule = AdamW8Bit([Group([piece], 0.1)], seed=0, rank=0)
+        for step in range(3):
+            piece.grad = draw(step + 10)
+            rule.apply([piece], 1e-2, step)
+        found.append([piece.local, *rule.state()["w"].values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

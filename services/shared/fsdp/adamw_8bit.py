@@ -16,56 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from services.shared.fsdp.rounding import Dice, round_into
+from services.shared.fsdp.chunked_adamw import ChunkedAdamW
+from services.shared.fsdp.rounding import round_into
 
 BLOCK = 256
-# Temporaries in float32 are bounded by the chunk, not by the largest parameter. A multiple of BLOCK.
-CHUNK_ELEMENTS = 4 * 2**20
 _DIGITS = 7  # orders of magnitude that the table covers
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
 
 
-class AdamW8Bit:
+class AdamW8Bit(ChunkedAdamW):
     """The rule. Blocks are counted from the start of each piece."""
 
-    whole: frozenset[str] = frozenset()
     blocks: Mapping[str, int] = MappingProxyType({f"{key}_scale": BLOCK for key in _MOMENTS})
+    chunk_elements = 4 * 2**20  # a multiple of BLOCK
 
-    def __init__(
-        self,
-        groups: Sequence[Any],
-        *,
-        seed: int,
-        rank: int,
-        betas: tuple[float, float] = (0.9, 0.999),
-        epsilon: float = 1e-8,
-    ) -> None:
-        self._decay = {p.name: group.weight_decay for group in groups for p in group.pieces}
-        self._state: dict[str, dict[str, Tensor]] = {}
+    def __init__(self, groups: Sequence[Any], *, seed: int, rank: int) -> None:
+        super().__init__(groups, seed=seed, rank=rank)
         self._tables = {key: table(signed=signed) for key, signed in _MOMENTS.items()}
-        self._dice = Dice(seed=seed, rank=rank)
-        self._betas, self._epsilon = betas, epsilon
-
-    @torch.no_grad()
-    def apply(self, pieces: Sequence[Any], learning_rate: float, step: int) -> None:
-        """Update `pieces` from their gradients; `step` counts from 0."""
-        for piece in pieces:
-            gradient = piece.gradient()
-            if gradient is None or gradient.numel() == 0:
-                continue
-            if piece.name not in self._state:
-                self._state[piece.name] = self._empty(piece.local)
-            generator = self._dice.thrown(piece.local.device, f"{step}/{piece.name}")
-            for at in range(0, gradient.numel(), CHUNK_ELEMENTS):
-                self._update(
-                    piece.local[at : at + CHUNK_ELEMENTS],
-                    gradient[at : at + CHUNK_ELEMENTS],
-                    _part(self._state[piece.name], at),
-                    learning_rate=learning_rate,
-                    decay=self._decay[piece.name],
-                    step=step,
-                    generator=generator,
-                )
 
     def _update(
         self,
@@ -99,6 +66,10 @@ class AdamW8Bit:
             state[f"{key}_scale"] = torch.zeros(num_blocks, dtype=torch.float32, device=like.device)
         return state
 
+    def _part(self, state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
+        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
+        return {key: value[blocks if key in self.blocks else part] for key, value in state.items()}
+
     def _read(self, state: Mapping[str, Tensor], key: str) -> Tensor:
         codes, scale = state[key], state[f"{key}_scale"]
         return decode(codes, scale, self._table(key, codes.device))
@@ -110,10 +81,6 @@ class AdamW8Bit:
         if self._tables[key].device != device:
             self._tables[key] = self._tables[key].to(device)
         return self._tables[key]
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return codes (uint8, cut like the piece) and scales (one for each block) by piece."""
-        return self._state
 
     @torch.no_grad()
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
@@ -168,13 +135,3 @@ def encode_into(codes: Tensor, scale: Tensor, values: Tensor, entries: Tensor) -
 def _each(scale: Tensor, count: int) -> Tensor:
     """Return the scale of each element."""
     return scale.repeat_interleave(BLOCK)[:count]
-
-
-def _part(state: Mapping[str, Tensor], at: int) -> dict[str, Tensor]:
-    """Return the views of one chunk."""
-    found = {}
-    for key in _MOMENTS:
-        found[key] = state[key][at : at + CHUNK_ELEMENTS]
-        first = at // BLOCK
-        found[f"{key}_scale"] = state[f"{key}_scale"][first : first + CHUNK_ELEMENTS // BLOCK]
-    return found

@@ -6,80 +6,42 @@ Rounding to nearest would lose every update below 2^-9 of a value: a second mome
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from services.shared.fsdp.rounding import Dice, round_into
-
-# Temporaries in float32 are bounded by the chunk, not by the largest parameter.
-CHUNK_ELEMENTS = 16 * 2**20
+from services.shared.fsdp.chunked_adamw import ChunkedAdamW
+from services.shared.fsdp.rounding import round_into
 
 
-class AdamWBf16:
-    """The rule; its random numbers depend on seed, step, rank and parameter, so none need be saved."""
+class AdamWBf16(ChunkedAdamW):
+    """The rule."""
 
-    whole: frozenset[str] = frozenset()
     blocks: Mapping[str, int] = MappingProxyType({})
+    chunk_elements = 16 * 2**20
 
-    def __init__(
-        self,
-        groups: Sequence[Any],
-        *,
-        seed: int,
-        rank: int,
-        betas: tuple[float, float] = (0.9, 0.999),
-        epsilon: float = 1e-8,
-    ) -> None:
-        self._decay = {p.name: group.weight_decay for group in groups for p in group.pieces}
-        self._local = {p.name: p.local for group in groups for p in group.pieces}
-        self._moments: dict[str, dict[str, Tensor]] = {}
-        self._dice = Dice(seed=seed, rank=rank)
-        self._betas, self._epsilon = betas, epsilon
+    def _empty(self, like: Tensor) -> dict[str, Tensor]:
+        return {
+            key: torch.zeros_like(like, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")
+        }
 
-    @torch.no_grad()
-    def apply(self, pieces: Sequence[Any], learning_rate: float, step: int) -> None:
-        """Update `pieces` from their gradients; `step` counts from 0."""
-        for piece in pieces:
-            gradient = piece.gradient()
-            if gradient is None or gradient.numel() == 0:
-                continue
-            state = self._moments.get(piece.name)
-            if state is None:
-                state = {
-                    "exp_avg": torch.zeros_like(piece.local, dtype=torch.bfloat16),
-                    "exp_avg_sq": torch.zeros_like(piece.local, dtype=torch.bfloat16),
-                }
-                self._moments[piece.name] = state
-            generator = self._dice.thrown(piece.local.device, f"{step}/{piece.name}")
-            for at in range(0, gradient.numel(), CHUNK_ELEMENTS):
-                part = slice(at, at + CHUNK_ELEMENTS)
-                self._update(
-                    piece.local[part],
-                    gradient[part],
-                    state["exp_avg"][part],
-                    state["exp_avg_sq"][part],
-                    learning_rate=learning_rate,
-                    decay=self._decay[piece.name],
-                    step=step,
-                    generator=generator,
-                )
+    def _part(self, state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
+        return {key: value[part] for key, value in state.items()}
 
     def _update(
         self,
         parameter: Tensor,
         gradient: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
+        state: dict[str, Tensor],
         *,
         learning_rate: float,
         decay: float,
         step: int,
         generator: torch.Generator,
     ) -> None:
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         one, two = self._betas
         g = gradient.float()
         mean = exp_avg.float().lerp_(g, 1 - one)
@@ -91,10 +53,6 @@ class AdamWBf16:
         updated.addcdiv_(mean, denominator, value=-learning_rate / (1 - one ** (step + 1)))
         round_into(parameter, updated, generator)
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the moments by piece."""
-        return self._moments
-
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
         """Put back the moments of one piece."""
-        self._moments[name] = state
+        self._state[name] = state

@@ -17,7 +17,7 @@ _UPDATE_BYTES = {
     Optimizer.ADAMW_8BIT: {4: 16, 2: 27},
     Optimizer.ADAFACTOR: {4: 12, 2: 21},
 }
-# CHUNK_ELEMENTS of the same files: temporaries do not grow beyond them.
+# `chunk_elements` in the same files: temporaries do not grow beyond them.
 _CHUNK_ELEMENTS = {Optimizer.ADAMW_BF16: 16 * 2**20, Optimizer.ADAMW_8BIT: 4 * 2**20}
 
 
