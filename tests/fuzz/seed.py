@@ -17,20 +17,9 @@ from services.shared.jobs.store import Store, open_store
 from services.shared.jobs.views import Claim
 from tests.api.serving.conftest import HEADS, write_artifact
 from tests.fuzz.api_alone import ApiAlone
+from tests.fuzz.small_model import SMALL_MODEL
 
 _SERVES_SECONDS = 120.0
-_MODEL = {
-    "config": {
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    },
-    "tokenizer": {"train": True, "vocab_size": 400},
-}
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,7 @@ def _dataset(client: httpx.Client) -> str:
 
 
 def _job(client: httpx.Client, dataset_id: str) -> str:
-    body = {"kind": "teacher", "dataset_id": dataset_id, "model": _MODEL}
+    body = {"kind": "teacher", "dataset_id": dataset_id, "model": SMALL_MODEL}
     return str(_done(client.post("/jobs", json=body))["id"])
 
 

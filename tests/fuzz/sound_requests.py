@@ -14,19 +14,9 @@ from typing import Any
 
 import schemathesis
 
+from tests.fuzz.small_model import SMALL_MODEL
+
 DATASET_ID = os.environ["FUZZ_DATASET_ID"]
-MODEL = {
-    "config": {
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    },
-    "tokenizer": {"train": True, "vocab_size": 400},
-}
 SHARE = 3
 
 
@@ -50,11 +40,11 @@ def _is_valid(case: Any) -> bool:
 def _job(body: dict[str, Any]) -> dict[str, Any]:
     if body.get("kind") == "chain":
         return body | {
-            "teacher": _settled(body["teacher"], model=MODEL),
-            "distill": _without(body["distill"], "dataset_id") | {"student": MODEL},
+            "teacher": _settled(body["teacher"], model=SMALL_MODEL),
+            "distill": _without(body["distill"], "dataset_id") | {"student": SMALL_MODEL},
         }
     if body.get("kind") == "teacher":
-        return _settled(body, model=MODEL)
+        return _settled(body, model=SMALL_MODEL)
     return body
 
 
