@@ -132,7 +132,7 @@ def _onnx(peer: subprocess.Popen[str], tokens: Sequence[Sequence[int]]) -> tuple
 def _packed(artifact: Path, dtype: torch.dtype) -> PackedEngine:
     classifier = load_classifier(artifact, dtype=dtype)
     heads = take_heads(classifier)
-    return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads, threads=1)
+    return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads)
 
 
 def prepare_int8(artifact: Path) -> None:
@@ -145,7 +145,7 @@ def prepare_int8(artifact: Path) -> None:
     save_weights(classifier, artifact)
 
 
-def int8_engine(artifact: Path, plain: Any, *, compiles: bool, threads: int = 1) -> PackedEngine:
+def int8_engine(artifact: Path, plain: Any, *, compiles: bool) -> PackedEngine:
     """Return the engine over prepared weights, whatever their gate would say."""
     backbone = load_backbone(
         artifact,
@@ -154,9 +154,7 @@ def int8_engine(artifact: Path, plain: Any, *, compiles: bool, threads: int = 1)
         conversions=compiled_conversions() if compiles else Conversions(),
     )
     pieces = compiled_pieces() if compiles else Pieces()
-    return PackedEngine(
-        backbone, take_heads(plain), threads=threads, pieces=pieces, kind="packed-int8"
-    )
+    return PackedEngine(backbone, take_heads(plain), pieces=pieces, kind="packed-int8")
 
 
 def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -40,7 +40,9 @@ class NullEngine:
 
     kind = "null"
 
-    def run(self, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    on_processor = True
+
+    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, Any]:
         return {"h3": np.tile(np.float32([0.1, 0.2, 0.3]), (len(texts), 1))}
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
@@ -118,9 +120,14 @@ def _int8_student(artifact: Path, settings: ServingSettings) -> ActiveStudent:
     from services.shared.model.artifact import load_classifier
 
     plain = load_classifier(artifact, dtype=torch.bfloat16)
-    engine = int8_engine(artifact, plain, compiles=True, threads=settings.threads)
+    engine = int8_engine(artifact, plain, compiles=True)
     del plain
-    warm_up(engine, batch_tokens=settings.batch_tokens, max_length=MAX_LENGTH)
+    warm_up(
+        engine,
+        batch_tokens=settings.batch_tokens,
+        max_length=MAX_LENGTH,
+        threads=settings.threads,
+    )
     encoder = TokenizerEncoder((artifact / "tokenizer.json").read_text(), max_length=MAX_LENGTH)
     return ActiveStudent("bench", "int8", "mdl_1", heads, MAX_LENGTH, encoder, engine)
 

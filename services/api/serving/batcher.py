@@ -1,6 +1,6 @@
 """Gathers texts of many requests into batches within a budget of tokens, and runs them on lanes.
 
-There is no waiting window: a lane that falls idle takes what has gathered while it worked. The
+There is no waiting window: a thread that falls idle takes what has gathered while it worked. The
 oldest text leads a batch, the nearest lengths fill it. Everything but `_compute` and `_encode` runs
 on the event loop, so nothing here needs a lock.
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from services.api.serving.encoder import Encoded
 from services.api.serving.errors import EngineFailed, Overloaded, PredictionError, RequestTooLarge
+from services.api.serving.lanes import next_share
 from services.api.serving.measures import Measures
 from services.api.serving.prediction import Prediction, Score, Timing, read_scores
 from services.api.serving.settings import ServingSettings
@@ -53,6 +54,7 @@ class _Request:
 class _Batch:
     student: ActiveStudent
     texts: list[Text]
+    threads: int
     taken: float
 
     @property
@@ -69,12 +71,12 @@ class Batcher:
         self._slot = slot
         self._settings = settings
         self._measures = measures or Measures()
-        self._lanes = ThreadPoolExecutor(settings.lanes, thread_name_prefix="lane")
+        self._free_threads = settings.lanes * settings.threads
+        self._lanes = ThreadPoolExecutor(self._free_threads, thread_name_prefix="lane")
         self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._waiting: WaitingTexts[ActiveStudent, _Request] = WaitingTexts()
         self._admitted_tokens = 0  # of every request that is not answered yet, running ones too
-        self._busy_lanes = 0
-        self._tokens_per_second = 0.0  # of one lane; 0 until measured
+        self._tokens_per_second = 0.0  # of one thread; 0 until measured
         self._pump_is_due = False
 
     def close(self) -> None:
@@ -154,7 +156,8 @@ class Batcher:
         """Return how long what is admitted will take; 0 where nothing was measured yet."""
         if self._tokens_per_second == 0:
             return 0.0
-        return self._admitted_tokens / (self._tokens_per_second * self._settings.lanes)
+        threads = self._settings.lanes * self._settings.threads
+        return self._admitted_tokens / (self._tokens_per_second * threads)
 
     def _queue_more(self, request: _Request) -> None:
         """Let the next slice of a request wait. A long list goes to the back after each slice."""
@@ -172,18 +175,26 @@ class Batcher:
 
     def _pump(self) -> None:
         self._pump_is_due = False
-        while self._busy_lanes < self._settings.lanes and self._waiting:
-            texts = self._waiting.take(self._settings.batch_tokens)
-            batch = _Batch(texts[0].group, texts, time.perf_counter())
+        while self._waiting:
+            share = next_share(
+                self._settings,
+                free_threads=self._free_threads,
+                waiting_tokens=self._waiting.tokens,
+                may_split=self._waiting.leader().engine.on_processor,
+            )
+            if share is None:
+                return
+            texts = self._waiting.take(share.tokens)
+            batch = _Batch(texts[0].group, texts, share.threads, time.perf_counter())
             # The requests hold the student too, but a cancelled one lets go before its batch ends.
             assert batch.student.hold(), "a waiting request holds its student"
-            self._busy_lanes += 1
+            self._free_threads -= batch.threads
             running = asyncio.get_running_loop().run_in_executor(self._lanes, _compute, batch)
             running.add_done_callback(functools.partial(self._finish, batch))
 
     def _finish(self, batch: _Batch, done: asyncio.Future[list[dict[str, list[Score]]]]) -> None:
         batch.student.release()
-        self._busy_lanes -= 1
+        self._free_threads += batch.threads
         if done.cancelled():
             return  # the lanes were closed
         error = done.exception()
@@ -239,7 +250,7 @@ class Batcher:
 
     def _measure(self, batch: _Batch) -> None:
         seconds = max(time.perf_counter() - batch.taken, 1e-6)
-        rate = batch.tokens / seconds
+        rate = batch.tokens / (seconds * batch.threads)
         if self._tokens_per_second == 0:
             self._tokens_per_second = rate
         self._tokens_per_second += RATE_SMOOTHING * (rate - self._tokens_per_second)
@@ -251,5 +262,5 @@ class Batcher:
 def _compute(batch: _Batch) -> list[dict[str, list[Score]]]:
     """Run one batch; called on a lane."""
     student = batch.student
-    logits = student.engine.run([text.tokens for text in batch.texts])
+    logits = student.engine.run([text.tokens for text in batch.texts], threads=batch.threads)
     return read_scores(student.heads, student.calibration, logits)

@@ -16,7 +16,12 @@ class Engine(Protocol):
         """Return what the engine is called in metrics and logs, for example `packed-bfloat16`."""
         ...
 
-    def run(self, texts: Sequence[Sequence[int]]) -> Mapping[str, FloatArray]:
+    @property
+    def on_processor(self) -> bool:
+        """Say whether the processor computes; an accelerator gains nothing by smaller batches."""
+        ...
+
+    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> Mapping[str, FloatArray]:
         """Return the logits [N, C] of each head for N token lists, none of them empty."""
         ...
 
@@ -29,10 +34,14 @@ class Engine(Protocol):
         ...
 
 
-def warm_up(engine: Engine, *, batch_tokens: int, max_length: int) -> None:
-    """Run a few shapes, so that first requests do not pay for buffers, plans and page faults."""
+def warm_up(engine: Engine, *, batch_tokens: int, max_length: int, threads: int) -> None:
+    """Run a few shapes, so that first requests do not pay for buffers, plans and page faults.
+
+    With the threads of a whole lane and with one: compiled code is specialised on their number.
+    """
     one = [1] * min(8, max_length)
-    engine.run([one])
     longest = min(max_length, batch_tokens)
-    engine.run([[1] * longest])
-    engine.run([one, [1], one, [1, 2]])
+    for count in {1, threads} if engine.on_processor else {threads}:
+        engine.run([one], threads=count)
+        engine.run([[1] * longest], threads=count)
+        engine.run([one, [1], one, [1, 2]], threads=count)

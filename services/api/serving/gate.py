@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from services.shared.jobs.promotion import Int8Gate
 from services.shared.jobs.rundir import write_json
 
-FORMAT = 1
+FORMAT = 2
 
 # As in model.artifact, which cannot be imported here: that room loads torch.
 _MANIFEST = "manifest.json"
@@ -26,6 +26,7 @@ class PreparedInt8(Int8Gate):
     format: int = FORMAT
     manifest_sha256: str  # of the artifact that it was made from
     weights_sha256: str  # of packed-int8.safetensors
+    largest_activation: int  # of the processor that compared: 127, or 63 without VNNI
 
 
 def prepared_weights(artifact_dir: Path) -> Path:

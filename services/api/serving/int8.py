@@ -5,6 +5,7 @@ Legend: T tokens, I input width, O output width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from services.api.serving.layout import Product
 
-# Activations are stored as unsigned numbers around this one. oneDNN multiplies unsigned by signed with
-# the processor's VNNI instructions; for signed by signed torch 2.13 takes a reference kernel that is
-# a thousand times slower.
-ZERO = 128
+# Activations are stored as unsigned numbers around `zero_of` theirs. oneDNN multiplies unsigned by
+# signed with the processor's own instructions; for signed by signed torch 2.13 takes a reference kernel
+# that is a thousand times slower.
 LARGEST = 127
+# Without VNNI (AVX2 alone) the processor adds two products in 16 bits and cuts off what is larger:
+# 2 x 127 x 127 just fits.
+LARGEST_IN_16_BITS = 63
 # A token of zeros has no largest activation to scale by.
 _SMALLEST_SCALE = 1e-12
 
@@ -39,11 +42,16 @@ def quantise_product(product: Product) -> QuantisedProduct:
     return QuantisedProduct(rounded, scale, product.bias)
 
 
-def quantise_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens [T, I] as uint8 around ZERO, and the scale [T, 1] of each."""
-    scale = x.abs().amax(dim=-1, keepdim=True).float().clamp_min(_SMALLEST_SCALE) / LARGEST
+def zero_of(largest: int) -> int:
+    """Return the unsigned number that stands for 0 where `largest` is the largest activation."""
+    return largest + 1
+
+
+def quantise_tokens(x: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Return tokens [T, I] as uint8, `largest` to either side of zero, and the scale [T, 1] of each."""
+    scale = x.abs().amax(dim=-1, keepdim=True).float().clamp_min(_SMALLEST_SCALE) / largest
     # Everything is positive after the shift, so cutting off after adding a half is rounding.
-    return (x.float() / scale + (ZERO + 0.5)).to(torch.uint8), scale
+    return (x.float() / scale + (zero_of(largest) + 0.5)).to(torch.uint8), scale
 
 
 def rescale(y: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,7 +68,7 @@ def rescale_add(y: Tensor, scale: Tensor, bias: Tensor, dtype: torch.dtype) -> T
 class Conversions:
     """The functions around the product, as they are or compiled."""
 
-    quantise_tokens: Callable[[Tensor], tuple[Tensor, Tensor]] = quantise_tokens
+    quantise_tokens: Callable[[Tensor, int], tuple[Tensor, Tensor]] = quantise_tokens
     rescale: Callable[[Tensor, Tensor, torch.dtype], Tensor] = rescale
     rescale_add: Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor] = rescale_add
 
@@ -78,6 +86,7 @@ class Int8Linear:
     """Maps [T, I] to [T, O] through the processor's 8-bit instructions."""
 
     def __init__(self, product: QuantisedProduct, conversions: Conversions) -> None:
+        self._largest = largest_activation()
         self._weight = torch.ops.onednn.qlinear_prepack(product.weight, None)
         self._scale = product.scale
         self._zeros = torch.zeros(len(product.scale), dtype=torch.int64)
@@ -85,30 +94,54 @@ class Int8Linear:
         self._conversions = conversions
 
     def __call__(self, x: Tensor) -> Tensor:
-        tokens, scale = self._conversions.quantise_tokens(x)
+        tokens, scale = self._conversions.quantise_tokens(x, self._largest)
         y = self.multiply(tokens)
         if self._bias is None:
             return self._conversions.rescale(y, scale, x.dtype)
         return self._conversions.rescale_add(y, scale, self._bias, x.dtype)
 
     def multiply(self, tokens: Tensor) -> Tensor:
-        """Return the float32 product of tokens around ZERO, scaled by output channel only."""
-        product: Tensor = torch.ops.onednn.qlinear_pointwise(
-            tokens,
-            1.0,
-            ZERO,
-            self._weight,
-            self._scale,
-            self._zeros,
-            None,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )
-        return product
+        """Return the float32 product of unsigned tokens, scaled by output channel only."""
+        zero = zero_of(self._largest)
+        return _multiply(tokens, zero, self._weight, self._scale, self._zeros)
+
+
+def _multiply(tokens: Tensor, zero: int, weight: Tensor, scale: Tensor, zeros: Tensor) -> Tensor:
+    product: Tensor = torch.ops.onednn.qlinear_pointwise(
+        tokens,
+        1.0,
+        zero,
+        weight,
+        scale,
+        zeros,
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )
+    return product
+
+
+@functools.cache
+def largest_activation() -> int:
+    """Return the largest 8-bit activation whose products this processor adds up exactly.
+
+    Found by trying: products that overflow 16 bits where pairs of them are added in so many.
+    """
+    inputs, outputs, tokens = 256, 64, 16  # enough for the kernel that real products take
+    weight = torch.full((outputs, inputs), LARGEST, dtype=torch.int8)
+    given = _multiply(
+        torch.full((tokens, inputs), zero_of(LARGEST) + LARGEST, dtype=torch.uint8),
+        zero_of(LARGEST),
+        torch.ops.onednn.qlinear_prepack(weight, None),
+        torch.ones(outputs),
+        torch.zeros(outputs, dtype=torch.int64),
+    )
+    exact = inputs * LARGEST * LARGEST
+    return LARGEST if bool((given == exact).all()) else LARGEST_IN_16_BITS
 
 
 def processor_has_int8() -> bool:

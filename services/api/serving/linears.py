@@ -50,6 +50,13 @@ class BlockedLinear:
 
 def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return the fastest product for a weight [O, I] where it lies."""
-    if weight.device.type == "cpu" and torch._C._has_mkldnn:
+    if weight.device.type == "cpu" and _onednn_multiplies(weight.dtype):
         return BlockedLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def _onednn_multiplies(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    # Processors without AVX-512 and its like are left to torch, which multiplies bfloat16 anywhere.
+    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -15,7 +15,12 @@ from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.engine import Engine, warm_up
 from services.api.serving.gate import prepared_weights, read_prepared
 from services.api.serving.golden import check_golden
-from services.api.serving.int8 import Conversions, compiled_conversions, processor_has_int8
+from services.api.serving.int8 import (
+    Conversions,
+    compiled_conversions,
+    largest_activation,
+    processor_has_int8,
+)
 from services.api.serving.layout import Heads, take_backbone, take_heads, why_not
 from services.api.serving.packed import PackedEngine
 from services.api.serving.pieces import Pieces, compiled_pieces
@@ -66,7 +71,12 @@ def load_student(
     engine = build_engine(artifact, settings, serving=serving)
     try:
         check_golden(directory, heads=artifact.heads, encoder=encoder, engine=engine)
-        warm_up(engine, batch_tokens=settings.batch_tokens, max_length=max_length)
+        warm_up(
+            engine,
+            batch_tokens=settings.batch_tokens,
+            max_length=max_length,
+            threads=settings.threads,
+        )
     except BaseException:
         engine.close()
         raise
@@ -139,14 +149,12 @@ def build_engine(
     if settings.engine is EngineChoice.TRANSFORMERS or (
         obstacle and settings.engine is EngineChoice.AUTO
     ):
-        return TransformersEngine(
-            classifier, batch_tokens=settings.batch_tokens, threads=settings.threads
-        )
+        return TransformersEngine(classifier, batch_tokens=settings.batch_tokens)
     if obstacle:
         raise ValueError(f"the engine {settings.engine} cannot run this backbone: {obstacle}")
     heads = take_heads(classifier)
     backbone = take_backbone(classifier, max_length=max_length)
-    return PackedEngine(backbone, heads, threads=settings.threads)
+    return PackedEngine(backbone, heads)
 
 
 def why_not_int8(artifact: Artifact, device: torch.device) -> str | None:
@@ -159,6 +167,8 @@ def why_not_int8(artifact: Artifact, device: torch.device) -> str | None:
     if not prepared.passed:
         failed = [name for name, head in prepared.heads.items() if not head.passed]
         return f"it lost too much on {', '.join(failed)} when it was prepared"
+    if prepared.largest_activation != largest_activation():
+        return "it was compared on a processor that computes 8-bit products otherwise"
     if file_sha256(prepared_weights(artifact.directory)) != prepared.weights_sha256:
         return "the prepared weights are not those that passed"
     return None
@@ -175,7 +185,6 @@ def _int8_engine(artifact: Artifact, settings: ServingSettings, dtype: torch.dty
     return PackedEngine(
         backbone,
         _read_heads(artifact, dtype),
-        threads=settings.threads,
         pieces=compiled_pieces() if compiles else Pieces(),
         kind=INT8,
     )

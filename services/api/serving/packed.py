@@ -44,21 +44,19 @@ class PackedEngine:
         backbone: Backbone,
         heads: Heads,
         *,
-        threads: int,
         pieces: Pieces | None = None,
         kind: str | None = None,
     ) -> None:
         self._backbone: Backbone | None = backbone
         self._heads: Heads = heads
-        self._threads = threads
         self._pieces = pieces or Pieces()
         dtype = str(backbone.embedding.dtype).removeprefix("torch.")
         self.kind = kind or f"packed-{dtype}"
 
-    def run(self, texts: Sequence[Sequence[int]]) -> dict[str, FloatArray]:
+    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, FloatArray]:
         """Return the logits [N, C] of each head for N token lists, none of them empty."""
         assert self._backbone is not None, "the engine is closed"
-        use_threads(self._threads)
+        use_threads(threads)
         packing = pack(texts)
         with torch.inference_mode():
             states = forward(self._backbone, packing, self._pieces)  # [N, H]
@@ -66,6 +64,12 @@ class PackedEngine:
                 name: _unpack(F.linear(states, weight, bias), packing.order)
                 for name, (weight, bias) in self._heads.items()
             }
+
+    @property
+    def on_processor(self) -> bool:
+        """Say whether the weights lie in the machine's memory."""
+        assert self._backbone is not None, "the engine is closed"
+        return self._backbone.embedding.device.type == "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,9 +84,7 @@ class PackedEngine:
     def with_heads(self, heads: Heads) -> PackedEngine:
         """Return an engine with other heads over the same weights; either may be closed first."""
         assert self._backbone is not None, "the engine is closed"
-        return PackedEngine(
-            self._backbone, heads, threads=self._threads, pieces=self._pieces, kind=self.kind
-        )
+        return PackedEngine(self._backbone, heads, pieces=self._pieces, kind=self.kind)
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
         """Return how many tokens a batch of such texts costs: their own and no others."""

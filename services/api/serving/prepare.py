@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from services.api.serving.gate import PreparedInt8, manifest_hash, write_prepared
-from services.api.serving.int8 import Conversions
+from services.api.serving.int8 import Conversions, largest_activation
 from services.api.serving.layout import take_heads, why_not
 from services.api.serving.loading import DEFAULT_MAX_LENGTH, choose_dtype
 from services.api.serving.packed import PackedEngine
@@ -62,8 +62,8 @@ def prepare_int8(
     tokens, _ = encode(held_out.texts, tokenizer, max_length=max_length)
     train_tokens, _ = encode(calibration, tokenizer, max_length=max_length)
 
-    exact = TransformersEngine(classifier, batch_tokens=BATCH_TOKENS, threads=threads)
-    expected = _run(exact, tokens)
+    exact = TransformersEngine(classifier, batch_tokens=BATCH_TOKENS)
+    expected = _run(exact, tokens, threads=threads)
     smooth(classifier, largest_activations(classifier, train_tokens))
     # As it would serve here: what is not 8-bit is computed in the machine's own type.
     dtype = choose_dtype(ServingDtype.AUTO, torch.device("cpu"))
@@ -72,7 +72,7 @@ def prepare_int8(
     backbone = load_backbone(
         artifact_dir, max_length=max_length, dtype=dtype, conversions=Conversions()
     )
-    given = _run(PackedEngine(backbone, heads, threads=threads, kind="packed-int8"), tokens)
+    given = _run(PackedEngine(backbone, heads, kind="packed-int8"), tokens, threads=threads)
 
     compared = compare(
         artifact.heads, held_out, expected=expected, given=given, calibration=artifact.calibration
@@ -80,6 +80,7 @@ def prepare_int8(
     prepared = PreparedInt8(
         manifest_sha256=manifest_hash(artifact_dir),
         weights_sha256=weights_sha256,
+        largest_activation=largest_activation(),
         calibration_texts=len(calibration),
         heads=compared,
         passed=all(head.passed for head in compared.values()),
@@ -132,13 +133,13 @@ def _held_out(dataset_dir: Path, heads: Sequence[Head], texts: int) -> Rows:
 
 
 def _run(
-    engine: TransformersEngine | PackedEngine, tokens: Sequence[Sequence[int]]
+    engine: TransformersEngine | PackedEngine, tokens: Sequence[Sequence[int]], *, threads: int
 ) -> dict[str, FloatArray]:
     """Run many texts in slices, so that memory holds the activations of few."""
     size = 16
     order = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
     parts = [
-        engine.run([tokens[index] for index in order[start : start + size]])
+        engine.run([tokens[index] for index in order[start : start + size]], threads=threads)
         for start in range(0, len(order), size)
     ]
     result: dict[str, FloatArray] = {}

@@ -22,18 +22,22 @@ MAX_PADDED_OVER_REAL = 1.15
 class TransformersEngine:
     """The plain forward of a classifier."""
 
-    def __init__(self, classifier: Classifier, *, batch_tokens: int, threads: int) -> None:
+    def __init__(self, classifier: Classifier, *, batch_tokens: int) -> None:
         self._classifier: Classifier | None = classifier.eval()
         parameter = next(classifier.parameters())
         self._device = parameter.device
         self._batch_tokens = batch_tokens
-        self._threads = threads
         self.kind = f"transformers-{str(parameter.dtype).removeprefix('torch.')}"
 
-    def run(self, texts: Sequence[Sequence[int]]) -> dict[str, FloatArray]:
+    @property
+    def on_processor(self) -> bool:
+        """Say whether the weights lie in the machine's memory."""
+        return self._device.type == "cpu"
+
+    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, FloatArray]:
         """Return the logits [N, C] of each head for N token lists."""
         assert self._classifier is not None, "the engine is closed"
-        use_threads(self._threads)
+        use_threads(threads)
         logits = {
             head.name: np.empty((len(texts), len(head.labels)), np.float32)
             for head in self._classifier.head_specs

@@ -92,6 +92,14 @@ class WaitingTexts(Generic[GroupT, OwnerT]):
             text.gone = True
             self.tokens -= len(text.tokens)
 
+    def leader(self) -> GroupT:
+        """Return the group that the next batch is of. Something waits."""
+        group = self._oldest_group()
+        assert group is not None, "nothing waits"
+        oldest = group.oldest()
+        assert oldest is not None
+        return oldest.group
+
     def take(self, budget_tokens: int) -> list[WaitingText[GroupT, OwnerT]]:
         """Take the oldest text, then those nearest to it in length, within the budget.
 

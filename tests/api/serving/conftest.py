@@ -53,17 +53,20 @@ class CountingEngine:
     """Answers `tone` with (number of tokens, first token); remembers the batches and can be held up."""
 
     kind = "counting"
+    on_processor = True
 
     def __init__(self, on_run: Callable[[], None] | None = None) -> None:
         self.batches: list[list[list[int]]] = []
+        self.threads: list[int] = []  # that each batch ran with
         self.open = threading.Event()
         self.open.set()
         self.running = threading.Event()
         self.is_closed = False
         self._on_run = on_run
 
-    def run(self, texts: Sequence[Sequence[int]]) -> dict[str, FloatArray]:
+    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, FloatArray]:
         assert not self.is_closed, "run after close"
+        self.threads.append(threads)
         self.batches.append([list(text) for text in texts])
         self.running.set()
         assert self.open.wait(20), "the test never let the engine go on"

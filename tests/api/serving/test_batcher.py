@@ -15,6 +15,7 @@ from services.api.serving.errors import (
     RequestTooLarge,
     TextTooLong,
 )
+from services.api.serving.lanes import ENOUGH_TOKENS
 from services.api.serving.settings import ServingSettings
 from services.api.serving.slot import Slot
 
@@ -269,5 +270,26 @@ def test_lanes_run_batches_of_one_student_at_once(slot: Slot, engine: Any) -> No
             await until(lambda: len(engine.batches) == 2)
             engine.open.set()
             await asyncio.gather(*both)
+
+    run(test)
+
+
+@pytest.mark.parametrize(("on_processor", "threads"), [(True, [2, 1, 1]), (False, [2, 2])])
+def test_a_lane_splits_into_threads_where_enough_waits_and_the_processor_computes(
+    slot: Slot, engine: Any, on_processor: bool, threads: list[int]
+) -> None:
+    engine.on_processor = on_processor
+    enough = ["a " * 31 + "a"] * (3 * ENOUGH_TOKENS // 32)
+
+    async def test() -> None:
+        with batcher_of(slot, threads=2, batch_tokens=2 * ENOUGH_TOKENS) as batcher:
+            first = await hold_up(batcher, engine)
+            rest = [
+                asyncio.ensure_future(batcher.predict([text], truncate=False)) for text in enough
+            ]
+            await until(lambda: batcher.queue_tokens == 1 + 3 * ENOUGH_TOKENS)
+            engine.open.set()
+            await asyncio.gather(first, *rest)
+        assert engine.threads[: len(threads)] == threads
 
     run(test)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.api.serving.gate import PreparedInt8, manifest_hash, write_prepared
+from services.api.serving.int8 import largest_activation
 from services.api.serving.loading import load_student
 from services.api.serving.packed import PackedEngine
 from services.api.serving.predictor import Predictor
@@ -155,6 +156,7 @@ def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its
     passed = PreparedInt8(
         manifest_sha256=manifest_hash(directory),
         weights_sha256=digest,
+        largest_activation=largest_activation(),
         calibration_texts=0,
         heads={},
         passed=True,

@@ -76,7 +76,7 @@ def plain(classifier: Classifier, texts: list[list[int]]) -> dict[str, Any]:
 
 def packed(classifier: Classifier) -> PackedEngine:
     heads = take_heads(classifier)
-    return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads, threads=1)
+    return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads)
 
 
 @pytest.fixture(scope="module")
