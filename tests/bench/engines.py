@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from synthetic import HEADS, MAX_LENGTH, make_texts
+from synthetic import DTYPE, HEADS, MAX_LENGTH, TYPE, make_texts
 
 from services.api.serving.gate import prepared_weights
 from services.api.serving.int8 import Conversions, Int8Linear, compiled_conversions
@@ -32,6 +32,7 @@ from services.shared.model.tokens import encode, load_tokenizer
 
 HERE = Path(__file__).parent
 BATCH_TOKENS = 512
+PLAIN = f"transformers {TYPE}, one by one"
 ONNX = "ONNX Runtime int8"
 
 # Runs once; returns the processor seconds that it took, and the logits [N, C] by head.
@@ -70,18 +71,18 @@ def _compare(
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(artifact)
     tokens, _ = encode(make_texts(texts), tokenizer, max_length=MAX_LENGTH)
-    plain = load_classifier(artifact, dtype=torch.bfloat16)
-    bf16 = _packed(artifact, torch.bfloat16)
+    plain = load_classifier(artifact, dtype=DTYPE)
+    packed = _packed(artifact)
     int8 = int8_engine(artifact, plain, compiles=True)
     int8_eager = int8_engine(artifact, plain, compiles=False)
 
     runs: dict[str, Run] = {
-        "transformers bf16, one by one": _timed(lambda: _one_by_one(plain, tokens)),
-        "packed bf16": _timed(lambda: _batched(bf16, tokens)),
+        PLAIN: _timed(lambda: _one_by_one(plain, tokens)),
+        f"packed {TYPE}": _timed(lambda: _batched(packed, tokens)),
         "packed int8": _timed(lambda: _batched(int8, tokens)),
         "packed int8, not compiled": _timed(lambda: _batched(int8_eager, tokens)),
         ONNX: lambda: _onnx(peer, tokens),
-        "bf16 products alone": _timed(lambda: _products(bf16)),
+        f"{TYPE} products alone": _timed(lambda: _products(packed)),
         "int8 products alone": _timed(lambda: _products(int8_eager)),
     }
     answers = {name: run()[1] for name, run in runs.items()}  # which warms them up
@@ -94,13 +95,13 @@ def _compare(
     rates = {
         name: (total if name in answers else BATCH_TOKENS) / median(seconds[name]) for name in runs
     }
-    exact = answers["transformers bf16, one by one"]
+    exact = answers[PLAIN]
     return {
         "texts": texts,
         "tokens": total,
         "tokens_per_cpu_second": rates,
         "seconds": seconds,
-        "agreement_with_transformers_bf16": {
+        "agreement_with_transformers": {
             name: _agreement(exact, found) for name, found in answers.items()
         },
     }
@@ -129,8 +130,8 @@ def _onnx(peer: subprocess.Popen[str], tokens: Sequence[Sequence[int]]) -> tuple
     return answer["seconds"], dict(by_head)
 
 
-def _packed(artifact: Path, dtype: torch.dtype) -> PackedEngine:
-    classifier = load_classifier(artifact, dtype=dtype)
+def _packed(artifact: Path) -> PackedEngine:
+    classifier = load_classifier(artifact, dtype=DTYPE)
     heads = take_heads(classifier)
     return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads)
 
@@ -150,7 +151,7 @@ def int8_engine(artifact: Path, plain: Any, *, compiles: bool) -> PackedEngine:
     backbone = load_backbone(
         artifact,
         max_length=MAX_LENGTH,
-        dtype=torch.bfloat16,
+        dtype=DTYPE,
         conversions=compiled_conversions() if compiles else Conversions(),
     )
     pieces = compiled_pieces() if compiles else Pieces()
@@ -190,9 +191,9 @@ def _products(engine: PackedEngine) -> None:
     backbone = engine._backbone
     assert isinstance(backbone, Backbone)
     width, inner = backbone.embedding.shape[1], backbone.shape.num_heads * backbone.shape.head_dim
-    x = torch.ones(BATCH_TOKENS, width, dtype=torch.bfloat16)
-    mixed = torch.ones(BATCH_TOKENS, inner, dtype=torch.bfloat16)
-    gated = torch.ones(BATCH_TOKENS, 3 * width, dtype=torch.bfloat16)
+    x = torch.ones(BATCH_TOKENS, width, dtype=DTYPE)
+    mixed = torch.ones(BATCH_TOKENS, inner, dtype=DTYPE)
+    gated = torch.ones(BATCH_TOKENS, 3 * width, dtype=DTYPE)
     for layer in backbone.layers:
         products = [(layer.query_key_value, x), (layer.output, mixed)]
         products += [(layer.gate_up, x), (layer.down, gated)]

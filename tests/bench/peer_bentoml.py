@@ -17,7 +17,9 @@ class Model:
     def __init__(self) -> None:
         torch.set_num_threads(int(os.environ["BENCH_THREADS"]))
         directory = os.environ["BENCH_ARTIFACT"]
-        self.classifier = load_classifier(directory, dtype=torch.bfloat16)
+        self.classifier = load_classifier(
+            directory, dtype=getattr(torch, os.environ["BENCH_DTYPE"])
+        )
         self.tokenizer = load_tokenizer(directory)
 
     @bentoml.api(batchable=True, max_batch_size=32, max_latency_ms=600_000)

@@ -16,7 +16,9 @@ from services.shared.model.tokens import load_tokenizer
 class Classify(litserve.LitAPI):
     def setup(self, device: str) -> None:
         torch.set_num_threads(int(os.environ["BENCH_THREADS"]))
-        self.classifier = load_classifier(sys.argv[1], dtype=torch.bfloat16)
+        self.classifier = load_classifier(
+            sys.argv[1], dtype=getattr(torch, os.environ["BENCH_DTYPE"])
+        )
         self.tokenizer = load_tokenizer(sys.argv[1])
 
     # LitServe builds its route from this annotation; it takes `Request` for a JSON body, or none.

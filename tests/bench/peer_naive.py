@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -14,7 +15,7 @@ from services.shared.model.tokens import load_tokenizer
 
 directory, port = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)
-classifier = load_classifier(directory, dtype=torch.bfloat16)
+classifier = load_classifier(directory, dtype=getattr(torch, os.environ["BENCH_DTYPE"]))
 tokenizer = load_tokenizer(directory)
 app = FastAPI()
 

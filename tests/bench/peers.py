@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from load import Load, ask, cpu_seconds, free_port, serving
-from synthetic import make_texts
+from synthetic import DTYPE, TYPE, make_texts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -32,7 +32,7 @@ PACKAGES = (
     "onnxscript==0.7.2",
 )
 CLIENTS = 32
-OURS = ("ours, int8", "ours, bf16")
+OURS = ("ours, int8", f"ours, {TYPE}")
 
 
 def bench_peers(
@@ -43,8 +43,8 @@ def bench_peers(
     student = [sys.executable, str(HERE / "serve_student.py"), str(artifact), "PORT"]
     bentoml = [str(python.parent / "bentoml"), "serve", "peer_bentoml:Front", "--port", "PORT"]
     servers = {
-        "ours, int8": [*student, "--int8"],
-        "ours, bf16": student,
+        OURS[0]: [*student, "--int8"],
+        OURS[1]: student,
         "naive": [sys.executable, str(HERE / "peer_naive.py"), str(artifact), "PORT"],
         "litserve": [str(python), str(HERE / "peer_litserve.py"), str(artifact), "PORT"],
         "bentoml": [*bentoml, "--working-dir", str(HERE)],
@@ -105,6 +105,7 @@ def _environ(artifact: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": cores,
         "BENCH_THREADS": cores,
         "BENCH_ARTIFACT": str(artifact),
+        "BENCH_DTYPE": str(DTYPE).removeprefix("torch."),
         "BENTOML_DO_NOT_TRACK": "true",
         "STILLHOUSE_SERVING_ENGINE": "packed",
         "STILLHOUSE_SERVING_DEADLINE_SECONDS": "600",

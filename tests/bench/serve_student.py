@@ -111,15 +111,14 @@ def _null_student(artifact: Path) -> ActiveStudent:
 
 def _int8_student(artifact: Path, settings: ServingSettings) -> ActiveStudent:
     # Only here: the tests' server needs no torch.
-    import torch
     from engines import int8_engine
+    from synthetic import DTYPE, MAX_LENGTH
     from synthetic import HEADS as heads
-    from synthetic import MAX_LENGTH
 
     from services.api.serving.engine import warm_up
     from services.shared.model.artifact import load_classifier
 
-    plain = load_classifier(artifact, dtype=torch.bfloat16)
+    plain = load_classifier(artifact, dtype=DTYPE)
     engine = int8_engine(artifact, plain, compiles=True)
     del plain
     warm_up(

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from api_share import bench_api
-from engines import bench_engines, export_onnx, prepare_int8
+from engines import PLAIN, bench_engines, export_onnx, prepare_int8
 from peers import bench_peers, peers_environment
 from swap import bench_swap
-from synthetic import write_student
+from synthetic import TYPE, write_student
 
 PARTS = ("prepare", "engines", "api", "swap", "peers")
 
@@ -104,12 +104,12 @@ def _machine() -> dict[str, Any]:
 
 
 def _print_engines(result: dict[str, Any]) -> None:
-    rates, agreement = result["tokens_per_cpu_second"], result["agreement_with_transformers_bf16"]
-    plain = rates["transformers bf16, one by one"]
+    rates, agreement = result["tokens_per_cpu_second"], result["agreement_with_transformers"]
+    plain = rates[PLAIN]
     print(f"{result['texts']} texts, {result['tokens']} tokens, one thread")
     print(f"{'':34}{'tok/CPU-s':>10}{'ratio':>8}{'of limit':>10}{'agrees':>8}")
     for name, rate in rates.items():
-        kind = "int8" if "int8" in name else "bf16"
+        kind = "int8" if "int8" in name else TYPE
         limit = rates[f"{kind} products alone"]
         agrees = f"{agreement[name]:.1%}" if name in agreement else ""
         print(f"{name:34}{rate:10.1f}{rate / plain:8.2f}{rate / limit:10.1%}{agrees:>8}")

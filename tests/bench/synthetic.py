@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from services.api.serving.loading import choose_dtype
+from services.api.serving.settings import ServingDtype
 from services.shared.datasets.card import Head
 from services.shared.model.artifact import (
     golden_texts,
@@ -23,6 +25,9 @@ from services.shared.model.classifier import Classifier, build_classifier
 from services.shared.model.tokens import encode, train_tokenizer
 
 MAX_LENGTH = 256
+# What every server and engine here computes in where it is not 8 bits: as a student would be served.
+DTYPE = choose_dtype(ServingDtype.AUTO, torch.device("cpu"))
+TYPE = {torch.bfloat16: "bf16", torch.float32: "fp32"}[DTYPE]
 HEADS = [Head(name=f"h{n}", labels=[f"c{c:02}" for c in range(n)]) for n in (2, 3, 5, 10, 20)]
 QWEN3_06B = {
     "hidden_size": 1024,
