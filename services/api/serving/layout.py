@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from services.api.serving.linears import Linear, make_linear
+from services.api.serving.memory import trim
 from services.shared.model.classifier import Classifier, Pooling, transformer_layers
 
 FAMILIES = frozenset({"qwen3", "qwen2", "llama"})
@@ -163,6 +164,7 @@ def take_blocks(classifier: Classifier) -> Iterator[Block[Product]]:
 
 def make_layer(block: Block[ProductT], make: Callable[[ProductT], Linear]) -> Layer:
     """Return a block whose products are ready to run."""
+    trim()  # what the block before was made of
     products = {name: make(product) for name, product in block.products.items()}
     return Layer(
         attention_norm=block.attention_norm,

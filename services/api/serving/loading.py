@@ -22,6 +22,7 @@ from services.api.serving.int8 import (
     processor_has_int8,
 )
 from services.api.serving.layout import Heads, take_backbone, take_heads, why_not
+from services.api.serving.memory import return_memory
 from services.api.serving.packed import PackedEngine
 from services.api.serving.pieces import Pieces, compiled_pieces
 from services.api.serving.prediction import Calibration
@@ -69,6 +70,7 @@ def load_student(
         load_tokenizer(directory).backend_tokenizer.to_str(), max_length=max_length
     )
     engine = build_engine(artifact, settings, serving=serving)
+    return_memory()  # what the engine was made of
     try:
         check_golden(directory, heads=artifact.heads, encoder=encoder, engine=engine)
         warm_up(

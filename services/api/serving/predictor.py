@@ -18,6 +18,7 @@ from services.api.serving.batcher import Batcher
 from services.api.serving.follower import Follower
 from services.api.serving.gate import gate_of, read_prepared
 from services.api.serving.measures import Measures
+from services.api.serving.memory import bound_caches
 from services.api.serving.prediction import Prediction
 from services.api.serving.preparing import Preparer
 from services.api.serving.promoted import NoReports, Promoted, Reports
@@ -61,6 +62,7 @@ class Predictor:
         """Begin to follow the promotions."""
         # Several tokenising threads would compete with the lanes for the same cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        bound_caches()
         self._preparer.start()
         self._follower.start()
 

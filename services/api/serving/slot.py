@@ -6,9 +6,6 @@ closes its engine, so a running batch always ends on the student that it began w
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +15,7 @@ import structlog
 from services.api.serving.encoder import Encoder
 from services.api.serving.engine import Engine
 from services.api.serving.errors import NoStudent
+from services.api.serving.memory import return_memory
 from services.api.serving.prediction import Calibration
 from services.shared.datasets.card import Head
 
@@ -73,8 +71,9 @@ class ActiveStudent:
             self._close_aside()
 
     def _close_aside(self) -> None:
-        # Freeing gigabytes takes longer than an event loop may stand still.
-        threading.Thread(target=self._close, name="close-student", daemon=True).start()
+        # Freeing gigabytes takes longer than an event loop may stand still. Not a daemon: Python would
+        # tear one down inside torch at exit, which aborts the process.
+        threading.Thread(target=self._close, name="close-student").start()
 
     def _close(self) -> None:
         self.engine.close()
@@ -118,12 +117,3 @@ class Slot:
             still_serves = former in students.values()
         if former is not None and not still_serves:
             former.retire()
-
-
-def return_memory() -> None:
-    """Give freed memory back to the operating system, where the C library can."""
-    gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
-        if trim is not None:
-            trim(0)

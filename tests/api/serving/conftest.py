@@ -129,19 +129,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_artifact(directory: Path, family: str, *, seed: int = 0) -> Path:
+def write_artifact(
+    directory: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    stored: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Path:
     """Write a sealed artifact with random weights that are wide enough to tell texts apart."""
     words = ["the room was clean and the staff kind", "the battery died", "a good book about food"]
     tokenizer = train_tokenizer(words * 3, vocab_size=400, directory=directory)
-    config = AutoConfig.for_model(
-        family, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **CONFIGS[family]
-    )
+    settings = {**CONFIGS[family], "vocab_size": len(tokenizer), **changes}
+    config = AutoConfig.for_model(family, pad_token_id=tokenizer.pad_token_id, **settings)
     torch.manual_seed(seed)
     classifier = build_classifier(config, HEADS).eval()
     for parameter in classifier.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.2)
+    classifier.to(stored)
     save_classifier(classifier, directory)
+    classifier.float()
     write_golden(directory, golden_texts(classifier, tokenizer, words, max_length=24))
     seal_artifact(
         directory,

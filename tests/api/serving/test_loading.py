@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.api.serving.admission import PEAK_OVER_SERVED, served_bytes
 from services.api.serving.gate import PreparedInt8, manifest_hash, write_prepared
 from services.api.serving.int8 import largest_activation
 from services.api.serving.loading import load_student
@@ -165,3 +166,19 @@ def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its
     settings = SETTINGS.model_copy(update={"compile": False})
     second = load_student(promoted(directory), settings, serving=[first])
     assert second.engine.kind == "packed-int8"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
+    new_artifact: Callable[..., Path],
+) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
+    first, second = (
+        new_artifact("qwen3", seed=seed, stored=torch.bfloat16, **shape) for seed in (0, 1)
+    )
+    script = Path(__file__).parent / "loading_peak.py"
+    command = [sys.executable, str(script), str(first), str(second)]
+    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    served = served_bytes(second, bytes_per_weight=4)
+    peak = int(done.stdout.splitlines()[-1])
+    assert 0.5 * served < peak < PEAK_OVER_SERVED * served

@@ -1,5 +1,7 @@
 """Holding, swapping and closing students."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -47,3 +49,22 @@ def test_an_empty_alias_has_no_student_to_lease() -> None:
     assert slot.active() is None
     with pytest.raises(NoStudent):
         slot.lease()
+
+
+def test_a_student_is_let_go_whole_even_as_the_process_ends() -> None:
+    # A daemon thread that is torn down inside torch aborts the process.
+    script = (
+        "import time\n"
+        "from services.api.serving.slot import ActiveStudent, Slot\n"
+        "class Slow:\n"
+        "    def close(self):\n"
+        "        time.sleep(0.3)\n"
+        "        print('let go', flush=True)\n"
+        "slot = Slot()\n"
+        "slot.swap('default', ActiveStudent('n', 'v', 'm', [], 8, None, Slow()))\n"
+        "slot.swap('default', None)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert "let go" in done.stdout

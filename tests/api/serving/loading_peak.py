@@ -1,0 +1,34 @@
+"""Loads a student beside one that serves, and prints the anonymous memory that it took at the peak.
+
+python loading_peak.py FIRST SECOND
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+from services.api.serving.loading import load_student
+from services.api.serving.promoted import Promoted
+from services.api.serving.settings import ServingDtype, ServingSettings
+
+SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDtype.FLOAT32)
+
+
+def load(directory: str) -> object:
+    return load_student(Promoted("prm", "default", "mdl", "m", "v", Path(directory)), SETTINGS)
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    [line] = [each for each in status.splitlines() if each.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+
+serving = load(sys.argv[1])
+before = peak = anonymous_bytes()
+loading = threading.Thread(target=load, args=(sys.argv[2],))
+loading.start()
+while loading.is_alive():
+    peak = max(peak, anonymous_bytes())
+    loading.join(0.002)
+print(peak - before)
