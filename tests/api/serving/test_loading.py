@@ -172,7 +172,7 @@ def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its
 def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
     new_artifact: Callable[..., Path],
 ) -> None:
-    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
     first, second = (
         new_artifact("qwen3", seed=seed, stored=torch.bfloat16, **shape) for seed in (0, 1)
     )
@@ -181,4 +181,5 @@ def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
     done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
     served = served_bytes(second, bytes_per_weight=4)
     peak = int(done.stdout.splitlines()[-1])
-    assert 0.5 * served < peak < PEAK_OVER_SERVED * served
+    # Besides the weights there are one block in the making and some buffers, which do not grow.
+    assert 0.5 * served < peak < PEAK_OVER_SERVED * served + 96 * 1024**2
