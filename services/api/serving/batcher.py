@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from services.api.serving.encoder import Encoded
 from services.api.serving.errors import EngineFailed, Overloaded, PredictionError, RequestTooLarge
-from services.api.serving.lanes import next_share
+from services.api.serving.lanes import ENOUGH_TOKENS, next_share
 from services.api.serving.measures import Measures
 from services.api.serving.prediction import Prediction, Score, Timing, read_scores
 from services.api.serving.settings import ServingSettings
@@ -31,6 +31,9 @@ INLINE_CHARACTERS = 2_000
 # How many batches of one request may wait at once, beyond one a lane: enough to keep lanes busy,
 # few enough that a list of thousands does not stand in front of everybody else.
 SLICES_AHEAD = 1
+
+# A batch that takes less is not split: Python runs one thread at a time, and more batches are more of it.
+QUICK_SECONDS = 0.005
 
 # Weight of the newest batch in the moving average of tokens a second.
 RATE_SMOOTHING = 0.2
@@ -180,7 +183,7 @@ class Batcher:
                 self._settings,
                 free_threads=self._free_threads,
                 waiting_tokens=self._waiting.tokens,
-                may_split=self._waiting.leader().engine.on_processor,
+                may_split=self._may_split(self._waiting.leader()),
             )
             if share is None:
                 return
@@ -191,6 +194,11 @@ class Batcher:
             self._free_threads -= batch.threads
             running = asyncio.get_running_loop().run_in_executor(self._lanes, _compute, batch)
             running.add_done_callback(functools.partial(self._finish, batch))
+
+    def _may_split(self, student: ActiveStudent) -> bool:
+        """Say whether batches of one thread each are worth it for what comes next."""
+        quick = self._tokens_per_second * QUICK_SECONDS > ENOUGH_TOKENS
+        return student.engine.on_processor and not quick
 
     def _finish(self, batch: _Batch, done: asyncio.Future[list[dict[str, list[Score]]]]) -> None:
         batch.student.release()

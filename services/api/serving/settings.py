@@ -50,7 +50,7 @@ class ServingSettings(BaseSettings):
     lanes: int = Field(
         default_factory=lambda: max(1, _cores() // 4),
         ge=1,
-        description="Batches that run at once over one copy of the weights.",
+        description="Groups of threads over one copy of the weights: one batch each, or one a thread.",
     )
     threads: int = Field(
         default_factory=lambda: min(4, _cores()), ge=1, description="Threads of one lane."
