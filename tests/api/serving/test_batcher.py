@@ -274,9 +274,12 @@ def test_lanes_run_batches_of_one_student_at_once(slot: Slot, engine: Any) -> No
     run(test)
 
 
-@pytest.mark.parametrize(("on_processor", "threads"), [(True, [2, 1, 1]), (False, [2, 2])])
-def test_a_lane_splits_into_threads_where_enough_waits_and_the_processor_computes(
-    slot: Slot, engine: Any, on_processor: bool, threads: list[int]
+@pytest.mark.parametrize(
+    ("on_processor", "tokens_per_second", "threads"),
+    [(True, 100.0, [2, 1, 1]), (False, 100.0, [2, 2]), (True, 1e12, [2, 2])],
+)
+def test_a_lane_splits_where_enough_waits_on_a_processor_that_takes_its_time(
+    slot: Slot, engine: Any, on_processor: bool, tokens_per_second: float, threads: list[int]
 ) -> None:
     engine.on_processor = on_processor
     enough = ["a " * 31 + "a"] * (3 * ENOUGH_TOKENS // 32)
@@ -288,6 +291,7 @@ def test_a_lane_splits_into_threads_where_enough_waits_and_the_processor_compute
                 asyncio.ensure_future(batcher.predict([text], truncate=False)) for text in enough
             ]
             await until(lambda: batcher.queue_tokens == 1 + 3 * ENOUGH_TOKENS)
+            batcher._tokens_per_second = tokens_per_second
             engine.open.set()
             await asyncio.gather(first, *rest)
         assert engine.threads[: len(threads)] == threads
