@@ -21,7 +21,9 @@ def test_rule_follows_torchs_optimizer_on_one_process(measured, engine, rule):
     found = measured("rules_follow_plain_optimizers")[f"{engine} {rule}"]
     assert found["moved"] > 0.005
     assert found["loss"] < 1e-6
-    assert found["weights"] < 2e-6
+    # Adam divides by the gradient's own size: where that is near rounding, so is what differs. Processors
+    # add up in different orders: below 2e-6 with AVX-512, 4e-6 with AVX2.
+    assert found["weights"] < 1e-5
 
 
 @pytest.mark.parametrize("case", CASES)
