@@ -39,7 +39,6 @@ class NullEngine:
     """Answers every text with the same logits."""
 
     kind = "null"
-
     on_processor = True
 
     def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, Any]:

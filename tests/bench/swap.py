@@ -155,10 +155,8 @@ async def _until(condition: Any) -> None:
 
 def _memory() -> _Memory:
     """Return what the process holds. Pages of mapped files come and go with the kernel's cache."""
-    resident = int(psutil.Process().memory_info().rss)
-    status = Path("/proc/self/status").read_text()
-    [anonymous] = [line.split()[1] for line in status.splitlines() if "RssAnon" in line]
-    return _Memory(resident, int(anonymous) << 10)
+    held = psutil.Process().memory_info()
+    return _Memory(int(held.rss), int(held.rss - held.shared))
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:

@@ -74,7 +74,7 @@ class Batcher:
         self._slot = slot
         self._settings = settings
         self._measures = measures or Measures()
-        self._free_threads = settings.lanes * settings.threads
+        self._free_threads = settings.all_threads
         self._lanes = ThreadPoolExecutor(self._free_threads, thread_name_prefix="lane")
         self._tokenisers = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._waiting: WaitingTexts[ActiveStudent, _Request] = WaitingTexts()
@@ -159,8 +159,7 @@ class Batcher:
         """Return how long what is admitted will take; 0 where nothing was measured yet."""
         if self._tokens_per_second == 0:
             return 0.0
-        threads = self._settings.lanes * self._settings.threads
-        return self._admitted_tokens / (self._tokens_per_second * threads)
+        return self._admitted_tokens / (self._tokens_per_second * self._settings.all_threads)
 
     def _queue_more(self, request: _Request) -> None:
         """Let the next slice of a request wait. A long list goes to the back after each slice."""

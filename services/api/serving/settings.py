@@ -77,3 +77,8 @@ class ServingSettings(BaseSettings):
     shadow_share: float = Field(
         0.0, ge=0, le=1, description="Share of requests that the shadow alias answers too."
     )
+
+    @property
+    def all_threads(self) -> int:
+        """Return the threads of all lanes together."""
+        return self.lanes * self.threads

@@ -7,6 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
+
 from services.api.serving.loading import load_student
 from services.api.serving.promoted import Promoted
 from services.api.serving.settings import ServingDtype, ServingSettings
@@ -19,9 +21,8 @@ def load(directory: str) -> object:
 
 
 def anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    [line] = [each for each in status.splitlines() if each.startswith("RssAnon")]
-    return int(line.split()[1]) << 10
+    held = psutil.Process().memory_info()
+    return int(held.rss - held.shared)
 
 
 serving = load(sys.argv[1])

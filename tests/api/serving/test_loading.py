@@ -168,7 +168,6 @@ def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its
     assert second.engine.kind == "packed-int8"
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
     new_artifact: Callable[..., Path],
 ) -> None:
