@@ -105,9 +105,7 @@ def test_each_kind_is_sent_to_its_own_queue(
     assert (depth(app, "teacher"), depth(app, "distill")) == (0, 1)
 
 
-def test_many_sweeps_at_once_send_each_job_once(
-    house: House, app: Celery, at_once: AtOnce
-) -> None:
+def test_many_sweeps_at_once_send_each_job_once(house: House, app: Celery, at_once: AtOnce) -> None:
     claims = [house.running() for _ in range(5)]
     for claim in claims:
         # By the database's own clock: a sweep that runs ahead of it would find jobs overdue that
