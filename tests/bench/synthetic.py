@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from services.api.serving.loading import choose_dtype
-from services.api.serving.settings import ServingDtype
+from services.api.serving.settings import ServingSettings
 from services.shared.datasets.card import Head
 from services.shared.model.artifact import (
     golden_texts,
@@ -26,7 +26,7 @@ from services.shared.model.tokens import encode, train_tokenizer
 
 MAX_LENGTH = 256
 # What every server and engine here computes in where it is not 8 bits: as a student would be served.
-DTYPE = choose_dtype(ServingDtype.AUTO, torch.device("cpu"))
+DTYPE = choose_dtype(ServingSettings().dtype, torch.device("cpu"))
 TYPE = {torch.bfloat16: "bf16", torch.float32: "fp32"}[DTYPE]
 HEADS = [Head(name=f"h{n}", labels=[f"c{c:02}" for c in range(n)]) for n in (2, 3, 5, 10, 20)]
 QWEN3_06B = {

@@ -53,16 +53,20 @@ def bytes_per_weight(settings: ServingSettings) -> int:
     An accelerator under `auto` counts as the processor: without torch nobody knows that it is there.
     """
     if settings.dtype is ServingDtype.AUTO:
-        return 2 if settings.device.startswith("cuda") or processor_has_bf16() else 4
+        return 2 if settings.device.startswith("cuda") or bf16_is_faster() else 4
     return 2 if settings.dtype is ServingDtype.BFLOAT16 else 4
 
 
-def processor_has_bf16(cpuinfo: Path = _CPUINFO) -> bool:
-    """Say whether the processor has AVX512_BF16 or AMX; without them bf16 is slower than float32."""
+def bf16_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
+    """Say whether the processor multiplies bfloat16 faster than float32: with AMX, or AMD's AVX512_BF16.
+
+    Intel's AVX512_BF16 without AMX, as guests see it whose host hides AMX, does not: products of 64 to
+    512 tokens ran at 0.52 to 0.58 of float32's speed (Emerald Rapids; 1.95 on Zen 4; torch 2.13).
+    """
     if not cpuinfo.exists():
         return False
-    flags = cpuinfo.read_text()
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    told = cpuinfo.read_text()
+    return "amx_bf16" in told or ("avx512_bf16" in told and "AuthenticAMD" in told)
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from services.api.serving.admission import processor_has_bf16
+from services.api.serving.admission import bf16_is_faster
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.engine import Engine, warm_up
 from services.api.serving.gate import prepared_weights, read_prepared
@@ -211,9 +211,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(choice: ServingDtype, device: torch.device) -> torch.dtype:
-    """Return the type to compute in; `auto` is bfloat16 where the hardware multiplies it."""
+    """Return the type to compute in; `auto` is bfloat16 where it is multiplied faster."""
     if choice is not ServingDtype.AUTO:
         return torch.float32 if choice is ServingDtype.FLOAT32 else torch.bfloat16
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    return torch.bfloat16 if processor_has_bf16() else torch.float32
+    return torch.bfloat16 if bf16_is_faster() else torch.float32

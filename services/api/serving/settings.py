@@ -23,7 +23,7 @@ class EngineChoice(str, Enum):
 class ServingDtype(str, Enum):
     """The type that the packed and the transformers engine compute in."""
 
-    AUTO = "auto"  # bfloat16 where the processor or accelerator multiplies it natively
+    AUTO = "auto"  # bfloat16 where the processor or accelerator multiplies it faster
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 

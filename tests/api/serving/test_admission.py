@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from services.api.serving.admission import (
     PEAK_OVER_SERVED,
     available_bytes,
+    bf16_is_faster,
     bytes_per_weight,
     check_memory,
-    processor_has_bf16,
     served_bytes,
 )
 from services.api.serving.promoted import StudentRefused
@@ -48,19 +48,25 @@ def test_weights_count_in_the_type_they_serve_in(
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"), [("fpu avx512_bf16 sse", True), ("amx_bf16", True), ("avx2", False)]
+    ("vendor", "flags", "expected"),
+    [
+        ("AuthenticAMD", "fpu avx512_bf16 sse", True),
+        ("GenuineIntel", "avx512_bf16 amx_bf16 amx_tile", True),
+        ("GenuineIntel", "avx512_bf16", False),
+        ("AuthenticAMD", "avx2", False),
+    ],
 )
-def test_a_processor_tells_whether_it_multiplies_bfloat16(
-    tmp_path: Path, flags: str, expected: bool
+def test_a_processor_tells_whether_bfloat16_is_faster(
+    tmp_path: Path, vendor: str, flags: str, expected: bool
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
-    assert not processor_has_bf16(cpuinfo)
-    cpuinfo.write_text(f"flags : {flags}\n")
-    assert processor_has_bf16(cpuinfo) is expected
+    assert not bf16_is_faster(cpuinfo)
+    cpuinfo.write_text(f"vendor_id : {vendor}\nflags : {flags}\n")
+    assert bf16_is_faster(cpuinfo) is expected
 
 
-def test_without_native_bfloat16_weights_count_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.api.serving.admission.processor_has_bf16", lambda: False)
+def test_without_fast_bfloat16_weights_count_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.api.serving.admission.bf16_is_faster", lambda: False)
     assert bytes_per_weight(ServingSettings(device="cpu")) == 4
     assert bytes_per_weight(ServingSettings(device="cuda:1")) == 2
 
