@@ -21,6 +21,10 @@ from services.shared.jobs.model_rows import DEFAULT_ALIAS
 
 T = TypeVar("T")
 
+# No text is written with them: they come from broken exports and from terminals, and tokenizers that were
+# trained on text make noise of them. What ends lines and pages stays, as does what sets tabs.
+_CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\t\n\v\f\r") | {127})
+
 WATCH_AFTER_SECONDS = 0.05  # how late an answer must be before its client's connection is watched
 
 ANSWER_HEADERS = {
@@ -57,6 +61,7 @@ async def ask(
     student = await active_student(parts, alias)
     chosen((head.name for head in student.heads), heads)
     try:
+        _check_characters(texts)
         predictions = await _while_connected(
             request, parts.predictor.predict(texts, truncate=truncate, alias=alias)
         )
@@ -65,6 +70,16 @@ async def ask(
     # A swap between the two calls may have brought another student.
     chosen(predictions[0].scores, heads)
     return predictions
+
+
+def _check_characters(texts: Sequence[str]) -> None:
+    """Raise UnusableText for the first text with a control character."""
+    for index, text in enumerate(texts):
+        raw = text.encode()  # which is how a text of 5 MB is looked through in 5 ms
+        cleaned = raw.translate(None, _CONTROL_CHARACTERS)
+        if len(cleaned) != len(raw):
+            found = next(character for character in raw if character in _CONTROL_CHARACTERS)
+            raise UnusableText(index, f"contains the control character U+{found:04X}")
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

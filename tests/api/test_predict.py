@@ -163,6 +163,22 @@ def test_each_failure_of_serving_has_its_problem(
     assert "secret" not in response.text
 
 
+@pytest.mark.parametrize("character", ["\x01", "\x08", "\x1b", "\x1f", "\x7f"])
+def test_a_control_character_is_refused_by_its_number(
+    client: Any, offline: Any, character: str
+) -> None:
+    response = ask(client, inputs=["好", f"a{character}b"])
+    assert response.status_code == 422
+    (error,) = response.json()["errors"]
+    assert error["field"] == "inputs.1"
+    assert f"U+{ord(character):04X}" in error["message"]
+    assert offline.predictor.seen == []
+
+
+def test_ends_of_lines_and_characters_beyond_ascii_are_text(client: Any) -> None:
+    assert ask(client, inputs="a\tb\r\nc\vd\fe \x85 \u2028 好\u200d").status_code == 200
+
+
 def test_overload_says_when_to_come_back(client: Any, offline: Any) -> None:
     offline.predictor.failure = Overloaded(2.2)
     assert ask(client, inputs="a").headers["retry-after"] == "3"

@@ -6,7 +6,7 @@ PredictionError
 ├── EngineFailed      the engine raised or answered with numbers that are none
 └── RefusedInput      the request itself
     ├── TextTooLong       one text has more tokens than the student was trained for
-    ├── UnusableText      one text is not valid Unicode, or no token is left of it
+    ├── UnusableText      one text is not valid Unicode, has control characters, or no token is left of it
     └── RequestTooLarge   all texts together are more than the queue can ever hold
 """
 
