@@ -12,8 +12,8 @@ from services.api.serving.promoted import StudentRefused
 from services.api.serving.settings import ServingDtype, ServingSettings
 
 # Anonymous memory at the peak of loading beside a student that serves, over the size of the weights in
-# the type they serve in: 1.08 in float32 from bfloat16 files, with what `memory.trim` gives back
-# meanwhile; 1.81 without (Qwen3-0.6B shape, torch 2.13, Linux).
+# the type they serve in: 1.14 in float32 from bfloat16 files, with what `memory.trim` gives back
+# meanwhile (Qwen3-0.6B shape, torch 2.13, Linux).
 PEAK_OVER_SERVED = 1.25
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -50,7 +50,7 @@ class PackedEngine:
         self._backbone: Backbone | None = backbone
         self._heads: Heads = heads
         self._pieces = pieces or Pieces()
-        dtype = str(backbone.embedding.dtype).removeprefix("torch.")
+        dtype = str(backbone.dtype).removeprefix("torch.")
         self.kind = kind or f"packed-{dtype}"
 
     def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, FloatArray]:
@@ -69,13 +69,13 @@ class PackedEngine:
     def on_processor(self) -> bool:
         """Say whether the weights lie in the machine's memory."""
         assert self._backbone is not None, "the engine is closed"
-        return self._backbone.embedding.device.type == "cpu"
+        return self._backbone.device.type == "cpu"
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the type of the heads' weights."""
         assert self._backbone is not None, "the engine is closed"
-        return self._backbone.embedding.dtype
+        return self._backbone.dtype
 
     def shares_weights_with(self, other: PackedEngine) -> bool:
         """Say whether both engines run the same backbone."""
@@ -119,13 +119,13 @@ def pack(texts: Sequence[Sequence[int]]) -> Packing:
 
 def forward(backbone: Backbone, packing: Packing, pieces: Pieces) -> Tensor:
     """Return the state [N, H] of each text's last token after the final norm, in packed order."""
-    shape, device = backbone.shape, backbone.embedding.device
+    shape, device = backbone.shape, backbone.device
     tokens, positions, last = (
         torch.from_numpy(each).to(device)
         for each in (packing.tokens, packing.positions, packing.last)
     )
     cos, sin = backbone.cos[positions].unsqueeze(1), backbone.sin[positions].unsqueeze(1)
-    state = F.embedding(tokens, backbone.embedding)  # [T, H]
+    state = F.embedding(tokens, backbone.embedding).to(backbone.dtype)  # [T, H]
     x = pieces.norm(state, backbone.layers[0].attention_norm, shape.eps)
     for number, layer in enumerate(backbone.layers):
         if layer.query is None:

@@ -79,7 +79,7 @@ def load_backbone(
         )
         return Backbone(
             shape=Shape(**json.loads(about["shape"])),
-            embedding=file.get_tensor("embedding").to(dtype),
+            embedding=file.get_tensor("embedding"),
             layers=[
                 _load_layer(file, names, str(index), dtype, conversions)
                 for index in range(int(about["layers"]))

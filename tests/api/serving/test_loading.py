@@ -60,6 +60,21 @@ def test_a_loaded_student_answers_as_the_plain_forward_does(
             np.testing.assert_allclose(logits[head][index], values[0].numpy(), atol=1e-4)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_an_embedding_stays_in_the_type_it_was_stored_in(
+    new_artifact: Callable[..., Path], stored: torch.dtype
+) -> None:
+    directory = new_artifact("qwen3", stored=stored)
+    engine = load_student(promoted(directory), SETTINGS).engine
+    assert isinstance(engine, PackedEngine)
+    assert engine._backbone is not None
+    assert (engine.dtype, engine._backbone.embedding.dtype) == (torch.float32, stored)
+    with torch.inference_mode():
+        plain = load_classifier(directory, dtype=torch.float32)(torch.tensor([[5, 9, 7, 30]]))
+    for head, logits in engine.run([[5, 9, 7, 30]]).items():
+        np.testing.assert_allclose(logits, plain[head].numpy(), atol=1e-4)
+
+
 def test_decoders_run_packed_and_encoders_run_in_buckets(new_artifact: Any) -> None:
     assert load_student(promoted(new_artifact("qwen3")), SETTINGS).engine.kind == "packed-float32"
     bert = load_student(promoted(new_artifact("bert")), SETTINGS)
