@@ -15,6 +15,8 @@ from services.api.serving.settings import ServingDtype, ServingSettings
 # the type they serve in: 1.14 in float32 from bfloat16 files, with what `memory.trim` gives back
 # meanwhile (Qwen3-0.6B shape, torch 2.13, Linux).
 PEAK_OVER_SERVED = 1.25
+# The same of preparing for 8 bits, over the weights in float32: 1.32.
+PREPARING_OVER_FLOAT32 = 1.4
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -39,6 +41,12 @@ def check_memory(
             f"{available >> 20} MiB are available.",
             transient=True,
         )
+
+
+def memory_to_prepare(directory: Path, settings: ServingSettings) -> int:
+    """Return the bytes that must be free for `directory` to be prepared for 8-bit serving."""
+    weights = served_bytes(directory, bytes_per_weight=4)
+    return int(weights * PREPARING_OVER_FLOAT32) + settings.memory_reserve_bytes
 
 
 def served_bytes(directory: Path, *, bytes_per_weight: int) -> int:

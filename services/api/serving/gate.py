@@ -2,6 +2,7 @@
 
 <artifact>/prepared/packed-int8.safetensors   written by `prepared`
 <artifact>/prepared/packed-int8.json          PreparedInt8
+<artifact>/prepared/packed-int8.lock          held by the process that prepares
 """
 
 from __future__ import annotations

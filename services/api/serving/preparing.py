@@ -1,25 +1,31 @@
 """Prepares promoted students for 8-bit serving, one at a time, in a process that yields to others.
 
-Torch-free: the work is done by `services.api.serving.prepare`.
+Where several API processes serve an artifact, one of them prepares it and the others wait for what it
+leaves. Torch-free: the work is done by `services.api.serving.prepare`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 
 import structlog
 
-from services.api.serving.gate import read_prepared
+from services.api.serving.admission import available_bytes, memory_to_prepare
+from services.api.serving.gate import prepared_weights, read_prepared
 from services.api.serving.promoted import Promoted
 from services.api.serving.settings import EngineChoice, ServingSettings
 
 log = structlog.get_logger(__name__)
 
 _LOWEST_PRIORITY = "19"
+_RETRY_SECONDS = 10.0
 
 
 class Preparer:
@@ -31,13 +37,15 @@ class Preparer:
         *,
         on_prepared: Callable[[Promoted], None],
         python: str = sys.executable,
+        retry_seconds: float = _RETRY_SECONDS,
     ) -> None:
         self._settings = settings
         self._python = python
+        self._retry_seconds = retry_seconds
         self._on_prepared = on_prepared
         self._queue: SimpleQueue[Promoted | None] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopping = False
+        self._stopping = threading.Event()
         self._lock = threading.Lock()  # between stopping and starting a process
         self._thread = threading.Thread(target=self._work, name="prepare", daemon=True)
 
@@ -48,7 +56,7 @@ class Preparer:
     def stop(self, *, timeout_seconds: float = 10.0) -> None:
         """Prepare no more; what is half done is thrown away."""
         with self._lock:
-            self._stopping = True
+            self._stopping.set()
             if self._process is not None:
                 self._process.terminate()
         self._queue.put(None)
@@ -60,24 +68,61 @@ class Preparer:
             self._queue.put(promoted)
 
     def _work(self) -> None:
-        while (promoted := self._queue.get()) is not None and not self._stopping:
+        while (promoted := self._queue.get()) is not None and not self._stopping.is_set():
             try:
-                code = self._run(promoted)
-            except OSError as error:
+                self._prepare(promoted)
+            except (OSError, ValueError) as error:
                 log.error("prepare_failed", model_id=promoted.model_id, why=str(error))
                 continue
-            log.info("prepared", model_id=promoted.model_id, passed=code == 0, exit_code=code)
             if read_prepared(promoted.directory) is not None:
                 self._on_prepared(promoted)
 
-    def _run(self, promoted: Promoted) -> int:
+    def _prepare(self, promoted: Promoted) -> None:
+        """Prepare a student, or wait until another process has done so or memory is there."""
+        told = None
+        while not self._stopping.is_set() and read_prepared(promoted.directory) is None:
+            with _turn(promoted.directory) as lock:
+                obstacle = self._obstacle(promoted) if lock else "another process prepares it"
+                if lock and obstacle is None:
+                    code = self._run(promoted, lock)
+                    log.info("prepared", model_id=promoted.model_id, exit_code=code)
+                    return
+            if obstacle != told:
+                log.info("preparing_waits", model_id=promoted.model_id, why=obstacle)
+                told = obstacle
+            self._stopping.wait(self._retry_seconds)
+
+    def _obstacle(self, promoted: Promoted) -> str | None:
+        needed = memory_to_prepare(promoted.directory, self._settings)
+        if needed <= available_bytes():
+            return None
+        return f"it needs about {needed >> 20} MiB of memory"
+
+    def _run(self, promoted: Promoted, lock: int) -> int:
         command = [self._python, "-m", "services.api.serving.prepare"]
         command += [str(promoted.directory), str(promoted.dataset_dir), "--nice", _LOWEST_PRIORITY]
         with self._lock:
-            if self._stopping:
+            if self._stopping.is_set():
                 return -1
-            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, pass_fds=(lock,))
         return self._process.wait()
+
+
+@contextmanager
+def _turn(artifact_dir: Path) -> Iterator[int | None]:
+    """Yield the descriptor of the lock on preparing an artifact; None where another process has it.
+
+    Whoever inherits it holds the lock too: a preparation that outlives its API process goes on alone.
+    """
+    path = prepared_weights(artifact_dir).with_suffix(".lock")
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield file.fileno()
 
 
 def is_worth_preparing(promoted: Promoted, settings: ServingSettings) -> bool:

@@ -1,11 +1,15 @@
 """Which students are prepared for 8-bit serving, and what follows."""
 
-import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from services.api.serving.admission import memory_to_prepare
 from services.api.serving.gate import (
     PreparedInt8,
     manifest_hash,
@@ -40,11 +44,11 @@ def leave_report(promoted: Promoted, *, passed: bool) -> None:
 
 @pytest.fixture
 def promoted(tmp_path: Path) -> Promoted:
-    """A student of two hundred bytes and an empty dataset."""
+    """A student of fifty weights and an empty dataset."""
     artifact, dataset = tmp_path / "artifact", tmp_path / "dataset"
     artifact.mkdir()
     dataset.mkdir()
-    (artifact / "model.safetensors").write_bytes(b"x" * 200)
+    save_file({"weight": torch.zeros(50)}, artifact / "model.safetensors")
     (artifact / "manifest.json").write_text("{}")
     return Promoted("prm_1", "default", "mdl_1", "m", "mdl_1", artifact, dataset)
 
@@ -56,7 +60,7 @@ def test_a_large_student_with_held_out_texts_is_worth_it(promoted: Promoted) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        {"prepare_int8_from_bytes": 201},
+        {"prepare_int8_from_bytes": 1000},
         {"engine": EngineChoice.PACKED},
         {"device": "cuda"},
     ],
@@ -90,7 +94,7 @@ def test_what_was_prepared_is_told_whether_it_passed_or_not(
     prepared = prepared_weights(promoted.directory).parent
     prepared.rename(tmp_path / "report")
     script = tmp_path / "prepare"
-    script.write_text(f'#!/bin/sh\nmv "{tmp_path}/report" "$3/prepared"\n')
+    script.write_text(f'#!/bin/sh\nmv "{tmp_path}/report/"* "$3/prepared"\n')
     script.chmod(0o755)
     assert work_off(promoted, python=str(script)) == [promoted]
 
@@ -146,7 +150,74 @@ def test_stopping_ends_a_preparation_under_way(promoted: Promoted, tmp_path: Pat
     preparer = Preparer(SETTINGS, on_prepared=lambda _: None, python=str(slow))
     preparer.start()
     preparer.consider(promoted)
-    while not (promoted.directory / "started").exists():
-        os.sched_yield()
+    wait_for(promoted.directory / "started")
     preparer.stop(timeout_seconds=30)
     assert not preparer._thread.is_alive()
+
+
+def test_of_two_processes_one_prepares_and_both_are_told(
+    promoted: Promoted, tmp_path: Path
+) -> None:
+    leave_report(promoted, passed=True)
+    prepared_weights(promoted.directory).parent.rename(tmp_path / "report")
+    go_on = tmp_path / "go-on"
+    script = tmp_path / "prepare"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'echo run >> "{tmp_path}/runs"\n'
+        f'while [ ! -e "{go_on}" ]; do sleep 0.01; done\n'
+        f'mv "{tmp_path}/report/"* "$3/prepared"\n'
+    )
+    script.chmod(0o755)
+    told: list[Promoted] = []
+    preparers = [
+        Preparer(SETTINGS, on_prepared=told.append, python=str(script), retry_seconds=0.01)
+        for _ in range(2)
+    ]
+    for preparer in preparers:
+        preparer.start()
+        preparer.consider(promoted)
+    wait_for(tmp_path / "runs")
+    time.sleep(0.2)  # the other one tries in vain meanwhile
+    assert told == []
+    go_on.touch()
+    for preparer in preparers:
+        preparer._queue.put(None)
+        preparer._thread.join(60)
+    assert told == [promoted, promoted]
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_it_waits_until_memory_is_there(
+    promoted: Promoted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = memory_to_prepare(promoted.directory, SETTINGS) - 1
+    asked = threading.Semaphore(0)
+
+    def available() -> int:
+        asked.release()
+        return free
+
+    monkeypatch.setattr("services.api.serving.preparing.available_bytes", available)
+    script = tmp_path / "prepare"
+    script.write_text(f'#!/bin/sh\ntouch "{tmp_path}/ran"\n')
+    script.chmod(0o755)
+    preparer = Preparer(
+        SETTINGS, on_prepared=lambda _: None, python=str(script), retry_seconds=0.01
+    )
+    preparer.start()
+    preparer.consider(promoted)
+    for _ in range(3):
+        assert asked.acquire(timeout=30)
+    assert not (tmp_path / "ran").exists()
+    free += 1
+    wait_for(tmp_path / "ran")
+    preparer.stop(timeout_seconds=30)
+    assert not preparer._thread.is_alive()
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.01)
