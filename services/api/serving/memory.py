@@ -18,7 +18,7 @@ from collections.abc import Callable
 # oneDNN keeps the code of a product for each number of tokens it met, and torch's layer over it does too,
 # 0.3 MiB each: up to their own limit of 1,024 that makes 440 MiB. A code made anew takes 1 ms.
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-_CACHED_PRODUCTS = 256
+_CACHED_PRODUCTS = 128
 
 
 def bound_caches() -> None:
