@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from services.api.serving.linears import Linear, make_linear
 from services.api.serving.memory import trim
+from services.api.serving.pace import rest
 from services.shared.model.classifier import Classifier, Pooling, transformer_layers
 
 FAMILIES = frozenset({"qwen3", "qwen2", "llama"})
@@ -190,6 +191,7 @@ def take_blocks(classifier: Classifier) -> Iterator[Block[Product]]:
 def make_layer(block: Block[ProductT], make: Callable[[ProductT], Linear]) -> Layer:
     """Return a block whose products are ready to run."""
     trim()  # what the block before was made of
+    rest()
     products = {name: make(product) for name, product in block.products.items()}
     return Layer(
         attention_norm=block.attention_norm,

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from services.api.serving.attention import causal, from_last
 from services.api.serving.layout import Backbone, Heads, Layer, Shape
+from services.api.serving.pace import rest
 from services.api.serving.pieces import Pieces
 from services.api.serving.prediction import FloatArray
 from services.api.serving.threads import use_threads
@@ -128,6 +129,7 @@ def forward(backbone: Backbone, packing: Packing, pieces: Pieces) -> Tensor:
     state = F.embedding(tokens, backbone.embedding).to(backbone.dtype)  # [T, H]
     x = pieces.norm(state, backbone.layers[0].attention_norm, shape.eps)
     for number, layer in enumerate(backbone.layers):
+        rest()  # where a student is tried aside
         if layer.query is None:
             mixed = _attend(layer, shape, x, cos, sin, packing.runs, pieces)
         else:

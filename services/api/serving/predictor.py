@@ -19,6 +19,7 @@ from services.api.serving.follower import Follower
 from services.api.serving.gate import gate_of, read_prepared
 from services.api.serving.measures import Measures
 from services.api.serving.memory import bound_caches
+from services.api.serving.pace import aside
 from services.api.serving.prediction import Prediction
 from services.api.serving.preparing import Preparer
 from services.api.serving.promoted import NoReports, Promoted, Reports
@@ -111,7 +112,8 @@ class Predictor:
         check_memory(promoted.directory, self.settings)
         loading = importlib.import_module(ENGINES)
         active = [self.slot.active(alias) for alias in self.slot.aliases()]
-        student: ActiveStudent = loading.load_student(
-            promoted, self.settings, serving=[each for each in active if each is not None]
-        )
+        with aside(lambda: self.batcher.queue_tokens > 0):
+            student: ActiveStudent = loading.load_student(
+                promoted, self.settings, serving=[each for each in active if each is not None]
+            )
         return student

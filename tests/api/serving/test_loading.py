@@ -4,8 +4,10 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from services.api.serving.admission import PEAK_OVER_SERVED, served_bytes
 from services.api.serving.gate import PreparedInt8, manifest_hash, write_prepared
 from services.api.serving.int8 import largest_activation
 from services.api.serving.loading import load_student
+from services.api.serving.pace import aside
 from services.api.serving.packed import PackedEngine
 from services.api.serving.predictor import Predictor
 from services.api.serving.prepared import save_weights
@@ -197,3 +200,17 @@ def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
     peak = int(done.stdout.splitlines()[-1])
     # Besides the weights there are one block in the making and some buffers, which do not grow.
     assert 0.5 * served < peak < PEAK_OVER_SERVED * served + 96 * 1024**2
+
+
+def test_loading_aside_rests_between_blocks_and_layers(
+    new_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    directory = new_artifact("qwen3")
+    clock = SimpleNamespace(sleep=rests.append, monotonic=time.monotonic)
+    monkeypatch.setattr("services.api.serving.pace.time", clock)
+    load_student(promoted(directory), SETTINGS)
+    assert rests == []
+    with aside(lambda: True):
+        load_student(promoted(directory), SETTINGS)
+    assert len(rests) >= 3 * 3  # three layers, laid out, held against the golden texts, warmed
