@@ -21,8 +21,8 @@ from services.shared.jobs.model_rows import DEFAULT_ALIAS
 
 T = TypeVar("T")
 
-# No text is written with them: they come from broken exports and from terminals, and tokenizers that were
-# trained on text make noise of them. What ends lines and pages stays, as does what sets tabs.
+# No text is written with them: they come from broken exports and from terminals. What ends lines and pages
+# stays, as does what sets tabs.
 _CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\t\n\v\f\r") | {127})
 
 WATCH_AFTER_SECONDS = 0.05  # how late an answer must be before its client's connection is watched
@@ -75,7 +75,7 @@ async def ask(
 def _check_characters(texts: Sequence[str]) -> None:
     """Raise UnusableText for the first text with a control character."""
     for index, text in enumerate(texts):
-        raw = text.encode()  # which is how a text of 5 MB is looked through in 5 ms
+        raw = text.encode()  # which is how a text of 5 MB is looked through in 9 ms
         cleaned = raw.translate(None, _CONTROL_CHARACTERS)
         if len(cleaned) != len(raw):
             found = next(character for character in raw if character in _CONTROL_CHARACTERS)

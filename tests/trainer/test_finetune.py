@@ -49,7 +49,7 @@ def test_what_the_words_say_is_learnt(finished):
     evaluation = report_of(finished).evaluation
     assert evaluation["split"] == "test"
     # 0.94 to 1 over eight seeds; processors round as differently.
-    assert evaluation["heads"]["sentiment"]["accuracy"] > 0.85
+    assert evaluation["heads"]["sentiment"]["accuracy"] > 0.9
 
 
 def test_every_epoch_is_evaluated_and_reported(finished):

@@ -69,7 +69,7 @@ def bf16_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
     """Say whether the processor multiplies bfloat16 faster than float32: with AMX, or AMD's AVX512_BF16.
 
     Intel's AVX512_BF16 without AMX, as guests see it whose host hides AMX, does not: products of 64 to
-    512 tokens ran at 0.52 to 0.58 of float32's speed (Emerald Rapids; 1.95 on Zen 4; torch 2.13).
+    512 tokens ran at 0.52 to 0.58 of float32's speed (Emerald Rapids, torch 2.13).
     """
     if not cpuinfo.exists():
         return False

@@ -16,7 +16,9 @@ import sys
 from collections.abc import Callable
 
 # oneDNN keeps the code of a product for each number of tokens it met, and torch's layer over it does too,
-# 0.3 MiB each: up to their own limit of 1,024 that makes 440 MiB. A code made anew takes 1 ms.
+# 0.3 MiB each: up to their own limit of 1,024 that makes 440 MiB. A code made anew takes 1 ms,
+# next to nothing beside Qwen3-0.6B's products; a student of 4 layers, 256 wide, took 6.0 ms for a text by
+# itself where it took 4.2 with 1,024.
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _CACHED_PRODUCTS = 128
 

@@ -79,13 +79,19 @@ class Preparer:
 
     def _prepare(self, promoted: Promoted) -> None:
         """Prepare a student, or wait until another process has done so or memory is there."""
+        obstacle: str | None
         told = None
-        while not self._stopping.is_set() and read_prepared(promoted.directory) is None:
+        while not self._stopping.is_set():
             with _turn(promoted.directory) as lock:
-                obstacle = self._obstacle(promoted) if lock else "another process prepares it"
-                if lock and obstacle is None:
+                if read_prepared(promoted.directory) is not None:
+                    return
+                if lock is None:
+                    obstacle = "another process prepares it"
+                elif (obstacle := self._obstacle(promoted)) is None:
                     code = self._run(promoted, lock)
-                    log.info("prepared", model_id=promoted.model_id, exit_code=code)
+                    log.info(
+                        "prepared", model_id=promoted.model_id, passed=code == 0, exit_code=code
+                    )
                     return
             if obstacle != told:
                 log.info("preparing_waits", model_id=promoted.model_id, why=obstacle)

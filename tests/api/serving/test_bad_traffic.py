@@ -102,12 +102,11 @@ def ask_while(port: int, goes_on: Callable[[], bool]) -> list[float]:
     """
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     seconds: list[float] = []
-    for text in itertools.cycle(GOOD):
-        if not goes_on():
-            break
+    texts = itertools.cycle(GOOD)
+    while goes_on():
         time.sleep(INTERVAL_SECONDS)
         sent = time.perf_counter()
-        _ask(connection, text)
+        _ask(connection, next(texts))
         seconds += np.arange(time.perf_counter() - sent, 0, -INTERVAL_SECONDS).tolist()
     connection.close()
     return seconds
