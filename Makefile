@@ -52,7 +52,7 @@ $(COMPAT_INSTALLED): pyproject.toml constraints.compat.txt | python
 
 .PHONY: compat
 compat: $(COMPAT_INSTALLED) ## Run the tests of ranks and system on torch 2.5.1 (FSDP1), the stack of a DCU
-	OMP_NUM_THREADS=1 $(COMPAT)/bin/python -m pytest -n 2 --dist loadfile tests/model tests/fsdp tests/trainer tests/distiller tests/system $(ARGS)
+	OMP_NUM_THREADS=1 $(COMPAT)/bin/python -m pytest -n 2 --dist loadfile tests/model tests/training tests/trainer tests/distiller tests/system $(ARGS)
 
 .PHONY: env
 env: python ## Write .env for this machine and make the first API key, for docker compose

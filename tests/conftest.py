@@ -13,8 +13,8 @@ import pytest
 import redis
 from hypothesis import settings
 
-from services.cli.servers import Server, start_postgres, start_valkey
-from services.shared.jobs.migrations.upgrade import migrate
+from services.cli.embedded.servers import Server, start_postgres, start_valkey
+from services.shared.jobs.db.migrations.upgrade import migrate
 
 _TEMPLATE = "stillhouse"  # the database that start_postgres makes, migrated once a session
 _numbers = itertools.count(1)

@@ -9,8 +9,8 @@ from typing import Any
 
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import InvalidInput
-from services.shared.jobs.places import resolve_model
-from services.shared.jobs.planning import JobPlan, Unplanned
+from services.shared.jobs.paths import resolve_model
+from services.shared.jobs.planning.spec_to_plan import JobPlan, Unplanned
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 
 Plan = Callable[[TeacherSpec | DistillSpec, TeacherSpec | None], JobPlan | Unplanned]

@@ -9,10 +9,10 @@ from importlib.metadata import version
 from fastapi import FastAPI
 
 from services.api import errors
-from services.api.body import BodyLimit
+from services.api.auth.authentication import Door
 from services.api.deps import Parts
-from services.api.direct import DirectRoute, Shortcut
-from services.api.door import Door
+from services.api.fast_route import DirectRoute, Shortcut
+from services.api.limits.body import BodyLimit
 from services.api.openapi import describe
 from services.api.routes import (
     classify,

@@ -9,17 +9,17 @@ from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, Path, Query, Request
 
-from services.api.keys import Keys
-from services.api.rates import Rates
+from services.api.auth.keys import Keys
+from services.api.limits.rate_limit import Rates
+from services.api.limits.uploads import UploadGate
 from services.api.serving.prediction import Prediction
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
-from services.api.uploading import UploadGate
 from services.shared.datasets.card import Head
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import NotFound
-from services.shared.jobs.planning import Unplanned
+from services.shared.jobs.planning.spec_to_plan import Unplanned
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
-from services.shared.jobs.store import Store
 from services.shared.jobs.views import Kind
 
 

@@ -16,20 +16,20 @@ from pydantic_core import ErrorDetails
 
 from services.api.admission import Admitter
 from services.api.app import create_app
+from services.api.auth.keys import keys_for
 from services.api.deps import Parts
-from services.api.keys import keys_for
+from services.api.limits.rate_limit import rates_of
+from services.api.limits.uploads import UploadGate
 from services.api.logs import configure_logs
 from services.api.planner import Planner
 from services.api.promotions import PromotionFeed
-from services.api.rates import rates_of
 from services.api.serving.predictor import Predictor
 from services.api.serving.settings import ServingSettings
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
-from services.api.uploading import UploadGate
+from services.shared.jobs.db.store import open_store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import depth, make_celery, send
-from services.shared.jobs.store import open_store
 
 log = structlog.get_logger(__name__)
 

@@ -8,19 +8,30 @@ import structlog
 from pydantic import BaseModel
 
 from services.shared.datasets.card import DatasetCard, Head
+from services.shared.jobs.db.references import check_same_heads
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Conflict, InvalidInput, NotFound
-from services.shared.jobs.places import resolve_model
-from services.shared.jobs.planning import JobPlan, Unplanned, engine_of, machine_of, plan_job
-from services.shared.jobs.references import check_same_heads
+from services.shared.jobs.paths import resolve_model
+from services.shared.jobs.planning.model_shapes import (
+    Teacher,
+    read_heads,
+    read_teacher,
+    shape_of,
+    student_shape,
+)
+from services.shared.jobs.planning.spec_to_plan import (
+    JobPlan,
+    Unplanned,
+    engine_of,
+    machine_of,
+    plan_job,
+)
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.shapes import Teacher, read_teacher, shape_of, student_shape
 from services.shared.jobs.spec import DistillSpec, ModelSource, TeacherSpec
-from services.shared.jobs.store import Store
-from services.shared.jobs.teacher_heads import read_heads
 from services.shared.memory import errors as memory_errors
-from services.shared.memory.layers import check_planned
-from services.shared.memory.rungs import TEACHER_PLACEMENT
-from services.shared.memory.shape import Shape
+from services.shared.memory.architecture.shape import Shape
+from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
+from services.shared.memory.planning.layers import check_planned
 
 log = structlog.get_logger(__name__)
 

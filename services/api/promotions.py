@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from services.api.serving.promoted import Promoted
+from services.api.serving.promotion import Promoted
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
-from services.shared.jobs.promotion import Int8Gate
-from services.shared.jobs.store import Store
+from services.shared.jobs.gates import Int8Gate
 from services.shared.jobs.views import PromotionView
 
 PAGE = 100

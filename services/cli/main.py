@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from services.cli import datasets, demo, diagnose, doctor, jobs, models, plan, predict, trace, up
+from services.cli.commands import (
+    datasets,
+    demo,
+    diagnose,
+    doctor,
+    jobs,
+    models,
+    plan,
+    predict,
+    trace,
+    up,
+)
 
 app = typer.Typer(
     name="stillhouse",

@@ -12,10 +12,11 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from services.shared.memory.beside import Beside, Placement
+from services.shared.memory.architecture.shape import Shape, load
 from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import Hardware, find_device, machine
+from services.shared.memory.planning.frozen_teacher import Beside, Placement
 from services.shared.memory.recipe import (
     Attention,
     Embedding,
@@ -30,7 +31,6 @@ from services.shared.memory.recipe import (
     Sharding,
     Wrap,
 )
-from services.shared.memory.shape import Shape, load
 from services.shared.memory.sizes import parse_size
 
 _INVALID_INPUT = 2  # the exit code that Typer itself uses for a bad option

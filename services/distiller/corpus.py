@@ -12,7 +12,7 @@ import numpy as np
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.ingest import read_card
 from services.shared.datasets.split import text_key
-from services.shared.jobs.rundir import RunInput
+from services.shared.jobs.run_directory import RunInput
 from services.shared.model.metrics import MISSING, Array, labelled
 from services.shared.model.tokens import Rows, TokenisedSplit, read_rows, tokenise
 

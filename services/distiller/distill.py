@@ -19,18 +19,25 @@ from services.distiller.signals import open_signals, signal_mode
 from services.distiller.student import fill_student, plan_start, teacher_tokenizer
 from services.distiller.teacher import place_teacher, planned_placement, read_teacher
 from services.shared.datasets.ingest import read_card
-from services.shared.fsdp import standing
-from services.shared.fsdp.assemble import chosen_recipe, shard_model, token_budget
-from services.shared.fsdp.memory_probe import MemoryProbe
-from services.shared.fsdp.optimizers import build_optimizer, learning_rate
-from services.shared.fsdp.predictions import evaluate, predict_split
-from services.shared.fsdp.process import Position, RunFailed, World, agreed_stop, blame, seed_step
-from services.shared.fsdp.progress import Progress
-from services.shared.jobs.rundir import Report, RunDirectory, RunInput, write_json
+from services.shared.jobs.run_directory import Report, RunDirectory, RunInput, write_json
 from services.shared.jobs.spec import DistillSpec
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.batches import Step, plan_epoch
 from services.shared.model.tokens import choose_heads, collate
+from services.shared.training.checkpoint import loop_state
+from services.shared.training.evaluation import evaluate, predict_split
+from services.shared.training.job_setup import chosen_recipe, shard_model, token_budget
+from services.shared.training.memory_probe import MemoryProbe
+from services.shared.training.optim.optimizer import build_optimizer, learning_rate
+from services.shared.training.process import (
+    Position,
+    RunFailed,
+    World,
+    agreed_stop,
+    blame,
+    seed_step,
+)
+from services.shared.training.progress import Progress
 
 TELL_SECONDS = 2.0  # as often as a worker looks
 
@@ -76,7 +83,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         fill_student(student, start, files, seed=training.seed)
         optimizer = build_optimizer(student, training, world)
         probe.watch(student, optimizer)
-        state = standing.resume(run, task, student, optimizer)
+        state = loop_state.resume(run, task, student, optimizer)
         teacher = place_teacher(
             files, wanted=planned_placement(run, wanted), recipe=recipe, world=world
         )
@@ -128,7 +135,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                 result, step=state.step, total=total, epoch=state.step / steps_per_epoch
             )
             if state.note(result):
-                standing.save_best(run, task, student, world, state)
+                loop_state.save_best(run, task, student, world, state)
             patience = training.early_stopping_patience
             state.finished = patience is not None and state.worse_evaluations >= patience
             progress.phase(Phase.TRAINING)
@@ -206,7 +213,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
 
         if stop is not None or number % training.checkpoint_every_steps == 0:
             progress.phase(Phase.SAVING, step=state.step)
-            standing.save(run, task, student, optimizer, world, state)
+            loop_state.save(run, task, student, optimizer, world, state)
             progress.phase(Phase.TRAINING)
 
     if mode != "online":
@@ -223,7 +230,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         progress.phase(Phase.EXPORTING)
         assert record is not None
         with probe.phase("export", step=state.step):
-            standing.restore_best(run, task, student, state)
+            loop_state.restore_best(run, task, student, state)
             report = publish(
                 run,
                 task,

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from services.distiller.distill import distill
-from services.shared.fsdp.process import Position, failures_reported, join, leave, read_task
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
+from services.shared.training.process import Position, failures_reported, join, leave, read_task
 
 
 def main() -> None:

@@ -12,13 +12,7 @@ from services.distiller.corpus import Lesson
 from services.distiller.evaluate import compare, single_text_seconds
 from services.distiller.signals import Signals
 from services.distiller.teacher import Teacher, TeacherFiles
-from services.shared.fsdp.assemble import token_budget
-from services.shared.fsdp.export import export_unsealed, put_in_place
-from services.shared.fsdp.predictions import predict_split
-from services.shared.fsdp.process import World
-from services.shared.fsdp.shard import Sharded
-from services.shared.fsdp.standing import LoopState
-from services.shared.jobs.rundir import Report, RunDirectory, RunInput
+from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec
 from services.shared.model.artifact import (
     MANIFEST,
@@ -32,6 +26,12 @@ from services.shared.model.artifact import (
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.classifier import Classifier, wrap_backbone
 from services.shared.model.metrics import Array
+from services.shared.training.checkpoint.loop_state import LoopState
+from services.shared.training.evaluation import predict_split
+from services.shared.training.job_setup import token_budget
+from services.shared.training.process import World
+from services.shared.training.sharding.export import export_unsealed, put_in_place
+from services.shared.training.sharding.shard import Sharded
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from services.distiller.corpus import Corpus
 from services.distiller.teacher import TeacherFiles
-from services.shared.fsdp.tensor_files import sync_directory
 from services.shared.model.artifact import file_sha256, weights_sha256
 from services.shared.model.classifier import TAPPED
+from services.shared.training.sharding.safetensors_ranges import sync_directory
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from services.distiller.corpus import Sides
 from services.distiller.signal_file import SignalFile, TeacherHashes, signal_file
 from services.distiller.teacher import Teacher
-from services.shared.fsdp.assemble import token_budget
-from services.shared.fsdp.process import RunFailed, World, agreed_stop, blame
-from services.shared.jobs.rundir import RunInput
+from services.shared.jobs.run_directory import RunInput
 from services.shared.jobs.spec import Distillation, Recipe
 from services.shared.jobs.state import Reason
 from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import collate
+from services.shared.training.job_setup import token_budget
+from services.shared.training.process import RunFailed, World, agreed_stop, blame
 
 # Elements of one collective: 64 MiB of float32.
 CHUNK_ELEMENTS = 16 * 2**20

@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from services.distiller.teacher import TeacherFiles
-from services.shared.fsdp.assemble import check_length, read_config, trained_tokenizer
-from services.shared.fsdp.load import initialise, load_pretrained
-from services.shared.fsdp.process import RunFailed, World, blame
-from services.shared.fsdp.shard import Sharded
-from services.shared.jobs.rundir import RunDirectory, RunInput
+from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
 from services.shared.model.artifact import HEADS_FILE, read_artifact, read_heads
 from services.shared.model.classifier import make_config
 from services.shared.model.tokens import load_tokenizer
+from services.shared.training.job_setup import check_length, read_config, trained_tokenizer
+from services.shared.training.process import RunFailed, World, blame
+from services.shared.training.sharding.load import initialise, load_pretrained
+from services.shared.training.sharding.shard import Sharded
 
 # "layers.3.mlp.up_proj.weight", "encoder.layer.3.output.dense.bias", "h.3.attn.c_attn.weight"
 _LAYER = re.compile(r"^(?P<list>(?:.*\.)?(?:layers?|h))\.(?P<number>\d+)\.")

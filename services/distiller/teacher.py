@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from services.shared.datasets.card import Head, HeadType
-from services.shared.fsdp.assemble import inference_recipe, read_config, shard_model
-from services.shared.fsdp.load import load_pretrained
-from services.shared.fsdp.process import RunFailed, World, blame
-from services.shared.fsdp.shard import DTYPES, Sharded
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Distillation, Recipe
 from services.shared.jobs.state import Reason
 from services.shared.model.artifact import (
@@ -35,6 +31,10 @@ from services.shared.model.artifact import (
 )
 from services.shared.model.classifier import TAPPED, is_causal, wrap_backbone
 from services.shared.model.tokens import Batch, load_tokenizer
+from services.shared.training.job_setup import inference_recipe, read_config, shard_model
+from services.shared.training.process import RunFailed, World, blame
+from services.shared.training.sharding.load import load_pretrained
+from services.shared.training.sharding.shard import DTYPES, Sharded
 
 # A replicated teacher may take this share of the memory at most: the student's training state and
 # the activations of both need the rest.

@@ -10,20 +10,20 @@ import time
 
 import torch
 
-from services.shared.fsdp import standing
-from services.shared.fsdp.assemble import chosen_recipe, shard_model, token_budget
-from services.shared.fsdp.load import initialise, load_pretrained
-from services.shared.fsdp.memory_probe import MemoryProbe
-from services.shared.fsdp.optimizers import build_optimizer, learning_rate
-from services.shared.fsdp.predictions import evaluate, predict_split
-from services.shared.fsdp.process import Position, RunFailed, World, agreed_stop, seed_step
-from services.shared.fsdp.progress import Progress
-from services.shared.jobs.rundir import Report, RunDirectory, RunInput, write_json
+from services.shared.jobs.run_directory import Report, RunDirectory, RunInput, write_json
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.batches import Step, plan_epoch
 from services.shared.model.objective import balanced_weights, combined_loss, labelled_counts
 from services.shared.model.tokens import collate
+from services.shared.training.checkpoint import loop_state
+from services.shared.training.evaluation import evaluate, predict_split
+from services.shared.training.job_setup import chosen_recipe, shard_model, token_budget
+from services.shared.training.memory_probe import MemoryProbe
+from services.shared.training.optim.optimizer import build_optimizer, learning_rate
+from services.shared.training.process import Position, RunFailed, World, agreed_stop, seed_step
+from services.shared.training.progress import Progress
+from services.shared.training.sharding.load import initialise, load_pretrained
 from services.trainer.inputs import backbone_config, check_budget, read_data
 from services.trainer.publish import publish
 
@@ -58,7 +58,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
             initialise(sharded, seed=training.seed)
         optimizer = build_optimizer(sharded, training, world)
         probe.watch(sharded, optimizer)
-        state = standing.resume(run, task, sharded, optimizer)
+        state = loop_state.resume(run, task, sharded, optimizer)
 
     steps_per_epoch = -(-len(train) // training.batch_size)
     total = max(1, round(training.epochs * steps_per_epoch))
@@ -86,7 +86,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
                 found, step=state.step, total=total, epoch=state.step / steps_per_epoch
             )
             if state.note(found):
-                standing.save_best(run, task, sharded, world, state)
+                loop_state.save_best(run, task, sharded, world, state)
             patience = training.early_stopping_patience
             state.finished = patience is not None and state.worse_evaluations >= patience
             progress.phase(Phase.TRAINING)
@@ -152,7 +152,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
 
         if stop is not None or number % training.checkpoint_every_steps == 0:
             progress.phase(Phase.SAVING, step=state.step)
-            standing.save(run, task, sharded, optimizer, world, state)
+            loop_state.save(run, task, sharded, optimizer, world, state)
             progress.phase(Phase.TRAINING)
 
     if stop is not None:
@@ -166,7 +166,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
     else:
         progress.phase(Phase.EXPORTING)
         with probe.phase("export", step=state.step):
-            standing.restore_best(run, task, sharded, state)
+            loop_state.restore_best(run, task, sharded, state)
             report = publish(run, task, sharded, data, world, state, steps_per_epoch)
     if world.is_first:
         write_json(run.report, report)

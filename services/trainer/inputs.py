@@ -9,14 +9,14 @@ from transformers import PretrainedConfig
 
 from services.shared.datasets.card import DatasetCard, Head, Split
 from services.shared.datasets.ingest import read_card
-from services.shared.fsdp.assemble import check_length, read_config, trained_tokenizer
-from services.shared.fsdp.process import RunFailed, World, blame
-from services.shared.jobs.rundir import RunDirectory, RunInput
+from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
 from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import make_config
 from services.shared.model.tokens import TokenisedSplit, choose_heads, load_tokenizer, read_split
+from services.shared.training.job_setup import check_length, read_config, trained_tokenizer
+from services.shared.training.process import RunFailed, World, blame
 
 
 @dataclass(frozen=True)

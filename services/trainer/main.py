@@ -5,14 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from services.shared.fsdp.process import (
-    Position,
-    failures_reported,
-    join,
-    leave,
-    read_task,
-)
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
+from services.shared.training.process import Position, failures_reported, join, leave, read_task
 from services.trainer.finetune import finetune
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from services.shared.datasets.card import Split
-from services.shared.fsdp.assemble import token_budget
-from services.shared.fsdp.export import export_unsealed, put_in_place
-from services.shared.fsdp.predictions import evaluate, predict_split
-from services.shared.fsdp.process import World
-from services.shared.fsdp.shard import Sharded
-from services.shared.fsdp.standing import LoopState
-from services.shared.jobs.rundir import Report, RunDirectory, RunInput
+from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.model.artifact import seal_artifact
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.tokens import read_rows
+from services.shared.training.checkpoint.loop_state import LoopState
+from services.shared.training.evaluation import evaluate, predict_split
+from services.shared.training.job_setup import token_budget
+from services.shared.training.process import World
+from services.shared.training.sharding.export import export_unsealed, put_in_place
+from services.shared.training.sharding.shard import Sharded
 from services.trainer.inputs import Data
 
 

@@ -12,23 +12,23 @@ import structlog
 from fastapi.testclient import TestClient
 
 from services.api.app import create_app
+from services.api.auth.keys import Keys
 from services.api.deps import Parts
-from services.api.keys import Keys
-from services.api.rates import Rates
+from services.api.limits.rate_limit import Rates
+from services.api.limits.uploads import UploadGate
 from services.api.serving.errors import NoStudent, PredictionError, TextTooLong
 from services.api.serving.prediction import Prediction, Score, Timing
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
-from services.api.uploading import UploadGate
 from services.shared.datasets.card import DatasetCard, Head, Split
-from services.shared.jobs.database import create_engine
+from services.shared.jobs.db.connection import create_engine
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import DoesNotFit
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.rundir import Report
+from services.shared.jobs.run_directory import Report
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import Reason
-from services.shared.jobs.store import Store
 from services.shared.jobs.views import Claim
 
 NOWHERE = "postgresql+psycopg://nobody@127.0.0.1:1/nothing?connect_timeout=1"

@@ -10,7 +10,7 @@ import pytest
 from services.api.admission import Admitter
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import InvalidInput
-from services.shared.jobs.planning import Unplanned
+from services.shared.jobs.planning.spec_to_plan import Unplanned
 from services.shared.jobs.spec import job_spec
 
 UNKNOWN = Unplanned("model.path", "unknown architecture")

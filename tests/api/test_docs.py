@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.api.auth.keys import Scope
 from services.api.errors import TITLES
-from services.api.keys import Scope
 
 PAGE = Path(__file__).parents[2] / "docs" / "http.md"
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.rundir import Report
+from services.shared.jobs.run_directory import Report
 
 HEAVY = ["torch", "transformers", "accelerate"]
 

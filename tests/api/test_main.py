@@ -16,7 +16,7 @@ from services.api.main import create
 from services.api.promotions import PAGE, PromotionFeed
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import Unavailable
-from services.shared.jobs.promotion import HeadComparison, Int8Gate
+from services.shared.jobs.gates import HeadComparison, Int8Gate
 from services.shared.jobs.queue import depth, make_celery
 
 GATE = Int8Gate(

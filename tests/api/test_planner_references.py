@@ -10,7 +10,7 @@ import pytest
 
 from services.api.admission import Admitter
 from services.api.planner import Planner
-from services.shared.jobs.teacher_heads import read_heads
+from services.shared.jobs.planning.model_shapes import read_heads
 
 CONFIG = {
     "model_type": "qwen3",

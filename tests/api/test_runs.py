@@ -15,9 +15,14 @@ import pytest
 import uvicorn
 
 from services.api.app import create_app
-from services.api.series import thinned
+from services.api.downsampling import thinned
 from services.api.settings import ApiSettings
-from services.shared.jobs.rundir import MemoryRecord, ProgressRecord, RunDirectory, append_record
+from services.shared.jobs.run_directory import (
+    MemoryRecord,
+    ProgressRecord,
+    RunDirectory,
+    append_record,
+)
 from services.shared.jobs.state import Phase
 
 

@@ -17,8 +17,8 @@ import structlog
 from fastapi.testclient import TestClient
 
 from services.api.app import create_app
-from services.api.door import OPEN_PATHS
-from services.api.keys import Keys, KeysFile, Scope
+from services.api.auth.authentication import OPEN_PATHS
+from services.api.auth.keys import Keys, KeysFile, Scope
 from services.api.logs import configure_logs
 from services.api.main import create
 from services.api.serving.errors import EngineFailed

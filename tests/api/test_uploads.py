@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from services.api.app import create_app
+from services.api.limits.uploads import UploadGate
 from services.api.routes import datasets
-from services.api.uploading import UploadGate
 
 FORM = {"heads": '[{"name": "mood"}]'}
 ROWS = "".join(f'{{"text": "t{n}", "mood": "{n % 2}"}}\n' for n in range(40)).encode()

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from services.api.settings import ApiSettings
 from services.shared.jobs.state import JobState, Phase, Reason
 from services.shared.jobs.views import EventType
+from tools import make_reference
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +20,8 @@ def reference() -> str:
     return (DOCS / "reference.md").read_text(encoding="utf-8")
 
 
-def test_the_reference_is_what_the_code_says_now(generator: ModuleType, reference: str) -> None:
-    assert reference == generator.render(), "run: python docs/make_reference.py"
+def test_the_reference_is_what_the_code_says_now(reference: str) -> None:
+    assert reference == make_reference.render(), "run: python -m tools.make_reference"
 
 
 @pytest.mark.parametrize("member", [*JobState, *Phase, *Reason, *EventType])
@@ -45,15 +34,15 @@ def test_every_setting_is_explained(name: str, reference: str) -> None:
     assert f"| `STILLHOUSE_{name.upper()}` |" in reference
 
 
-def test_every_route_has_a_sentence(generator: ModuleType, reference: str) -> None:
-    routes = generator.routes()
+def test_every_route_has_a_sentence(reference: str) -> None:
+    routes = make_reference.routes()
     assert len(routes) > 20
     for route, operation in routes.items():
-        assert f"| `{route}` | {generator.sentence(operation)[:20]}" in reference
+        assert f"| `{route}` | {make_reference.sentence(operation)[:20]}" in reference
 
 
-def test_every_option_of_the_command_line_is_there(generator: ModuleType, reference: str) -> None:
-    commands = generator.commands()
+def test_every_option_of_the_command_line_is_there(reference: str) -> None:
+    commands = make_reference.commands()
     assert len(commands) > 15
     for path, command in commands:
         section = reference.partition(f"### `{path}`")[2].partition("\n### ")[0]
@@ -64,7 +53,7 @@ def test_every_option_of_the_command_line_is_there(generator: ModuleType, refere
                     assert f"`{option}`" in section, (path, option)
 
 
-def test_every_command_speaks_to_machines(generator: ModuleType) -> None:
-    for path, command in generator.commands():
+def test_every_command_speaks_to_machines() -> None:
+    for path, command in make_reference.commands():
         options = {option for parameter in command.params for option in parameter.opts}
         assert "--json" in options, path

@@ -20,15 +20,15 @@ SUPERVISORS = {
     "services.api.app": 180,  # 121 measured, pyarrow among it
     "services.trainer.worker": 110,  # 73
     "services.distiller.worker": 110,
-    "services.shared.jobs.store": 90,  # 57
+    "services.shared.jobs.db.store": 90,  # 57
     "services.shared.jobs.sweep": 90,
-    "services.shared.launch.doctor": 40,  # 18
+    "services.shared.launch.doctor.doctor": 40,  # 18
     "services.cli.main": 60,  # 36
 }
 RANKS = [
     "services.trainer.main",
     "services.distiller.main",
-    "services.shared.fsdp.selfcheck",
+    "services.shared.training.selfcheck.checks",
 ]
 # VmHWM: ru_maxrss would be the peak of the process that started this one.
 _LOOK = (
@@ -75,8 +75,8 @@ def test_the_command_line_starts_without_what_only_servers_need() -> None:
 def test_memory_runs_on_the_standard_library_alone() -> None:
     """No site-packages at all: -S leaves them out, -I whatever the environment adds."""
     modules = [
-        f"services.shared.memory.{path.stem}"
-        for path in sorted((ROOT / "services/shared/memory").glob("[a-z]*.py"))
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted((ROOT / "services/shared/memory").rglob("[a-z]*.py"))
     ]
     code = (
         f"import importlib, sys; sys.path.insert(0, {str(ROOT)!r});"

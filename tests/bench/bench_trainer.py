@@ -29,12 +29,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from services.shared.datasets.card import DatasetCard, Head, Split
-from services.shared.fsdp.process import Position, World, join, leave
-from services.shared.fsdp.progress import Progress
-from services.shared.jobs.rundir import RunDirectory, RunInput, write_json
+from services.shared.jobs.run_directory import RunDirectory, RunInput, write_json
 from services.shared.model.batches import Step, padding_share, plan_epoch
 from services.shared.model.classifier import build_classifier, init_heads, transformer_layers
 from services.shared.model.tokens import TokenisedSplit, collate
+from services.shared.training.process import Position, World, join, leave
+from services.shared.training.progress import Progress
 from services.trainer.finetune import finetune
 from services.trainer.inputs import Data, backbone_config, read_data
 

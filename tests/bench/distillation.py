@@ -26,12 +26,18 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from services.cli.reviews import HEADS, write_reviews
+from services.cli.demo_data import HEADS, write_reviews
 from services.shared.datasets.card import Split
 from services.shared.datasets.ingest import ingest
 from services.shared.datasets.split import split_of, text_key
 from services.shared.datasets.upload import Format, HeadColumn, Layout, SplitFractions
-from services.shared.jobs.rundir import Report, RunDirectory, RunInput, read_record, write_json
+from services.shared.jobs.run_directory import (
+    Report,
+    RunDirectory,
+    RunInput,
+    read_record,
+    write_json,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 FRACTIONS = SplitFractions(train=0.7, validation=0.1, test=0.2)

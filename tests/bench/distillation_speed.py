@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from services.shared.jobs.rundir import Report
+from services.shared.jobs.run_directory import Report
 from tests.bench.distillation import (
     STUDENT,
     TEACHER,

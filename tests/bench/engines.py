@@ -19,14 +19,18 @@ import numpy as np
 import torch
 from synthetic import DTYPE, HEADS, MAX_LENGTH, TYPE, make_texts
 
-from services.api.serving.gate import prepared_weights
-from services.api.serving.int8 import Conversions, Int8Linear, compiled_conversions
-from services.api.serving.layout import Backbone, take_backbone, take_heads
-from services.api.serving.packed import PackedEngine
-from services.api.serving.pieces import Pieces, compiled_pieces
-from services.api.serving.prepared import load_backbone, save_weights
-from services.api.serving.smoothing import largest_activations, smooth
-from services.api.serving.transformers_engine import buckets
+from services.api.serving.engines.fused_ops import Pieces, compiled_pieces
+from services.api.serving.engines.packed_engine import PackedEngine
+from services.api.serving.engines.packed_weights import Backbone, take_backbone, take_heads
+from services.api.serving.engines.padded_engine import buckets
+from services.api.serving.quantization.int8_linear import (
+    Conversions,
+    Int8Linear,
+    compiled_conversions,
+)
+from services.api.serving.quantization.record import prepared_weights
+from services.api.serving.quantization.smoothquant import largest_activations, smooth
+from services.api.serving.quantization.weights_file import load_backbone, save_weights
 from services.shared.model.artifact import load_classifier
 from services.shared.model.tokens import encode, load_tokenizer
 

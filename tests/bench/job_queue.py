@@ -28,11 +28,11 @@ import httpx
 from sqlalchemy import text
 
 from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.rundir import Report
+from services.shared.jobs.run_directory import Report
 from services.shared.jobs.spec import TeacherSpec
-from services.shared.jobs.store import Store, open_store
 from services.shared.jobs.views import Claim
 from tests.fuzz.api_alone import ApiAlone, api_alone
 

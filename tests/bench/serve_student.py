@@ -20,17 +20,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from services.api.app import create_app
+from services.api.auth.keys import Keys
 from services.api.deps import Parts
-from services.api.keys import Keys
+from services.api.serving.active_models import ActiveStudent
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.predictor import Predictor
-from services.api.serving.promoted import Promoted
+from services.api.serving.promotion import Promoted
 from services.api.serving.settings import ServingSettings
-from services.api.serving.slot import ActiveStudent
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.datasets.card import Head
-from services.shared.jobs.store import open_store
+from services.shared.jobs.db.store import open_store
 
 HEADS = [Head(name="h3", labels=["a", "b", "c"])]
 
@@ -114,7 +114,7 @@ def _int8_student(artifact: Path, settings: ServingSettings) -> ActiveStudent:
     from synthetic import DTYPE, MAX_LENGTH
     from synthetic import HEADS as heads
 
-    from services.api.serving.engine import warm_up
+    from services.api.serving.engines.engine import warm_up
     from services.shared.model.artifact import load_classifier
 
     plain = load_classifier(artifact, dtype=DTYPE)

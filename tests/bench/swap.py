@@ -24,7 +24,7 @@ from synthetic import make_texts
 
 from services.api.serving.errors import PredictionError
 from services.api.serving.predictor import Predictor
-from services.api.serving.promoted import Promoted
+from services.api.serving.promotion import Promoted
 from services.api.serving.settings import EngineChoice, ServingSettings
 
 CLIENTS = 2

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from services.api.serving.loading import choose_dtype
+from services.api.serving.engines.dtype import choose_dtype
 from services.api.serving.settings import ServingSettings
 from services.shared.datasets.card import Head
 from services.shared.model.artifact import (

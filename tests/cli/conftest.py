@@ -14,7 +14,7 @@ import httpx
 import psycopg
 import pytest
 
-from services.cli.servers import Server
+from services.cli.embedded.servers import Server
 
 
 @pytest.fixture(scope="module")

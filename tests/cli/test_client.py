@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from services.cli.client import Client, Refused
-from services.cli.jobs import _assignments, _memory_rows
+from services.cli.commands.jobs import _assignments, _memory_rows
 
 GIB = 2**30
 

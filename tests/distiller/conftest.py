@@ -13,13 +13,13 @@ import torch
 
 from services.distiller.distill import distill
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
-from services.shared.fsdp.process import Position, StopWatch, World
-from services.shared.jobs.rundir import Report, RunDirectory, RunInput, write_json
+from services.shared.jobs.run_directory import Report, RunDirectory, RunInput, write_json
 from services.shared.model.artifact import save_classifier, seal_artifact
 from services.shared.model.batches import plan_epoch
 from services.shared.model.classifier import build_classifier, init_heads, make_config
 from services.shared.model.objective import supervised_loss
 from services.shared.model.tokens import collate, read_rows, read_split, train_tokenizer
+from services.shared.training.process import Position, StopWatch, World
 
 GOOD = ["great", "clean", "kind", "quick", "lovely"]
 BAD = ["dirty", "rude", "slow", "broken", "awful"]

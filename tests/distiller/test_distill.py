@@ -18,9 +18,13 @@ from services.distiller.distill import distill
 from services.distiller.objective import Objective
 from services.distiller.teacher import Teacher
 from services.shared.datasets.card import Split
-from services.shared.fsdp.process import Position, RunFailed
-from services.shared.jobs.promotion import evaluate_gate
-from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records, write_json
+from services.shared.jobs.gates import evaluate_gate
+from services.shared.jobs.run_directory import (
+    ProgressRecord,
+    RunDirectory,
+    read_records,
+    write_json,
+)
 from services.shared.jobs.spec import Gate
 from services.shared.model.artifact import (
     check_golden,
@@ -30,6 +34,7 @@ from services.shared.model.artifact import (
 )
 from services.shared.model.metrics import head_metrics, predict
 from services.shared.model.tokens import load_tokenizer, read_rows, tokenise
+from services.shared.training.process import Position, RunFailed
 
 HELD_OUT = 60 + 40  # test, and validation for the thresholds of both sides
 # After 6 epochs and fewer it hung on how a processor rounds; here 18 runs of three tests, each with six

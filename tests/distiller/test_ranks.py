@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.distiller.distill import distill
-from services.shared.fsdp.process import Position
-from services.shared.jobs.rundir import (
+from services.shared.jobs.run_directory import (
     ProgressRecord,
     Report,
     RunDirectory,
@@ -19,6 +18,7 @@ from services.shared.jobs.rundir import (
     read_records,
     write_json,
 )
+from services.shared.training.process import Position
 
 REPOSITORY = Path(__file__).parents[2]
 CHANGES = {

@@ -13,12 +13,12 @@ from services.distiller.signal_file import SignalFile, hash_teacher, signal_file
 from services.distiller.signals import Signals
 from services.distiller.teacher import Teacher, TeacherFiles, place_teacher, read_teacher
 from services.shared.datasets.card import Split
-from services.shared.fsdp.process import RunFailed
-from services.shared.jobs.rundir import write_json
+from services.shared.jobs.run_directory import write_json
 from services.shared.jobs.spec import Recipe
 from services.shared.model.artifact import read_artifact
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import load_tokenizer, tokenise
+from services.shared.training.process import RunFailed
 
 RECIPE = Recipe.model_validate({"compute": "float32", "reduce": "float32"})
 

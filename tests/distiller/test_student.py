@@ -7,11 +7,11 @@ import torch
 
 from services.distiller.student import chosen_layers, fill_student, plan_start
 from services.distiller.teacher import read_teacher
-from services.shared.fsdp.assemble import chosen_recipe, shard_model
-from services.shared.fsdp.process import RunFailed
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import load_tokenizer
+from services.shared.training.job_setup import chosen_recipe, shard_model
+from services.shared.training.process import RunFailed
 
 IDS = torch.tensor([[2, 9, 8, 7, 3]])
 

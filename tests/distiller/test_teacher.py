@@ -13,12 +13,12 @@ from transformers import (
 
 from services.distiller.teacher import match_heads, place_teacher, read_teacher
 from services.shared.datasets.card import Head, HeadType
-from services.shared.fsdp.process import RunFailed
-from services.shared.jobs.shapes import read_teacher as plan_reads
+from services.shared.jobs.planning.model_shapes import read_teacher as plan_reads
 from services.shared.jobs.spec import Recipe
 from services.shared.model.artifact import count_parameters, load_classifier, read_artifact
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import load_tokenizer, pad
+from services.shared.training.process import RunFailed
 
 RECIPE = Recipe.model_validate({"compute": "float32", "reduce": "float32"})
 MOOD = Head(name="mood", labels=["bad", "good"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from docker import write_env
-from services.api.keys import read_keys
+from services.api.auth.keys import read_keys
 
 
 def touch(root: Path, *paths: str) -> None:

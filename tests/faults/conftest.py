@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import TeacherSpec
-from services.shared.jobs.store import Store, open_store
 from services.shared.jobs.views import Ticket
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch

@@ -22,13 +22,13 @@ import psutil
 from celery import Celery
 from sqlalchemy import text
 
-from services.cli.embedded import Platform, start_platform
-from services.cli.parts import Part, Service
-from services.shared.jobs.database import transaction
+from services.cli.embedded.platform import Platform, start_platform
+from services.cli.embedded.supervisor import Part, Service
+from services.shared.jobs.db.connection import transaction
+from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import make_celery
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.store import Store, open_store
 from services.shared.launch.processes import RUN_MARK, is_alive
 from tests.faults.proxy import Proxy, until
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.ids import model_id_of
-from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import TERMINAL, TRANSITIONS, JobState, Phase, Reason
-from services.shared.jobs.store import Store
 from services.shared.jobs.views import EventType, EventView, JobView
 
 # How a job may end that was only hit from outside: its attempts were used up by kills and silence,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from services.shared.fsdp.process import Position, failures_reported
 from services.shared.jobs.outcome import End
-from services.shared.jobs.rundir import Failure, RunDirectory, read_record
+from services.shared.jobs.run_directory import Failure, RunDirectory, read_record
 from services.shared.jobs.state import Reason
+from services.shared.launch.aftermath.outcome import PostMortem, reach_verdict
 from services.shared.launch.supervise import Ending
-from services.shared.launch.verdict import PostMortem, reach_verdict
+from services.shared.training.process import Position, failures_reported
 from tests.faults.catalogue import write_until_full
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.shared.jobs.rundir import RunDirectory
-from services.shared.jobs.store import Store
+from services.shared.jobs.db.store import Store
+from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.views import Ticket
 from tests.faults.invariants import check_job
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.db.store import Store
+from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import JobState, Reason
-from services.shared.jobs.store import Store
 from services.shared.jobs.views import Ticket
 from tests.faults.invariants import check_job
 from tests.faults.proxy import Proxy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.state import JobState
 from tests.faults.catalogue import (
     Scene,

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
 from tests.faults.house import House, RankProcess
 
 TEACHER = {

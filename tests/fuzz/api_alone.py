@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 
 from services.api.settings import ApiSettings
-from services.cli.servers import log_tail, start_postgres, start_valkey
-from services.shared.jobs.migrations.upgrade import migrate
+from services.cli.embedded.servers import log_tail, start_postgres, start_valkey
+from services.shared.jobs.db.migrations.upgrade import migrate
 
 ROOT = Path(__file__).resolve().parents[2]
 _START_SECONDS = 180.0

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 
+from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.rundir import ProgressRecord, Report, RunDirectory, append_record
+from services.shared.jobs.run_directory import ProgressRecord, Report, RunDirectory, append_record
 from services.shared.jobs.state import Phase, Reason
-from services.shared.jobs.store import Store, open_store
 from services.shared.jobs.views import Claim
 from tests.api.serving.conftest import HEADS, write_artifact
 from tests.fuzz.api_alone import ApiAlone

@@ -12,16 +12,16 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from services.cli.servers import Server
+from services.cli.embedded.servers import Server
 from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.jobs.db.store import Store, open_store
+from services.shared.jobs.db.tables import Table
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.rundir import Report
+from services.shared.jobs.run_directory import Report
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
-from services.shared.jobs.store import Store, open_store
-from services.shared.jobs.tables import Table
 from services.shared.jobs.views import Claim, JobView
 
 SENTIMENT = Head(name="sentiment", labels=["negative", "positive"])

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from services.shared.datasets.card import Head
+from services.shared.jobs.db.job_queries import Planned
 from services.shared.jobs.errors import DoesNotFit, InvalidInput, blaming
-from services.shared.jobs.job_rows import Planned
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.spec import ChainSpec, Recipe
 from services.shared.jobs.state import JobState, Reason

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from services.cli.servers import start_valkey
+from services.cli.embedded.servers import start_valkey
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import TASK, depth, make_celery, send
 from services.shared.jobs.settings import JobSettings

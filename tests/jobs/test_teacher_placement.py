@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from services.shared.jobs.errors import DoesNotFit
-from services.shared.jobs.planning import JobPlan, machine_of, plan_job
+from services.shared.jobs.planning.model_shapes import Teacher
+from services.shared.jobs.planning.spec_to_plan import JobPlan, machine_of, plan_job
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.shapes import Teacher
 from services.shared.jobs.spec import DistillSpec, Recipe, job_spec
-from services.shared.memory import shape
+from services.shared.memory.architecture import shape
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.recipe import Engine
 

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 from services.shared.jobs.errors import Unavailable
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Phase
 from services.shared.jobs.views import Beat, Claim

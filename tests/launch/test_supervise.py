@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.views import Beat
 from services.shared.launch.processes import RUN_MARK, is_alive, wait_until_gone

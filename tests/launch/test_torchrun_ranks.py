@@ -7,11 +7,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import Resources
 from services.shared.jobs.views import Beat
-from services.shared.launch.elastic import read_summary
+from services.shared.launch.aftermath.torchelastic_report import read_summary
 from services.shared.launch.processes import marked, wait_until_gone
 from services.shared.launch.supervise import Ending, supervise
 from services.shared.launch.torchrun import Launch, plan_launch

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from services.cli.plan_errors import TRACES, table, trace_errors
-from services.shared.memory.timeline import Components
+from services.shared.memory.planning.ledger import Components
+from tools.plan_errors import TRACES, table, trace_errors
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = (_ROOT / "docs/memory.md").read_text(encoding="utf-8")

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from services.shared.fsdp import shard
-from services.shared.fsdp.process import World
-from services.shared.jobs.rundir import RunDirectory, RunInput
+from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import Recipe
+from services.shared.training.process import World
+from services.shared.training.sharding import shard
 from services.trainer import finetune, main
 
 MIB = 2**20

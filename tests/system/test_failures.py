@@ -14,23 +14,23 @@ from fastapi.testclient import TestClient
 
 from services.api.admission import Admitter
 from services.api.app import create_app
+from services.api.auth.keys import Keys
 from services.api.deps import Parts
-from services.api.keys import Keys
 from services.api.planner import Planner
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.datasets.ingest import ingest
 from services.shared.datasets.upload import Format, HeadColumn, Layout
-from services.shared.fsdp.shard import Engine, default_engine
+from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.ids import new_id
-from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import JobState, Reason
-from services.shared.jobs.store import Store, open_store
 from services.shared.jobs.views import JobView, Ticket
 from services.shared.launch import supervise
 from services.shared.launch.oom_counter import OomCounters
 from services.shared.launch.task import run_job
+from services.shared.training.sharding.shard import Engine, default_engine
 from tests.api.conftest import FakePredictor
 from tests.conftest import make_cgroup, remove_cgroup
 

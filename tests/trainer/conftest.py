@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
-from services.shared.fsdp.process import StopWatch, World
-from services.shared.jobs.rundir import RunDirectory, RunInput, write_json
+from services.shared.jobs.run_directory import RunDirectory, RunInput, write_json
+from services.shared.training.process import StopWatch, World
 
 REPOSITORY = Path(__file__).parents[2]
 GOOD = ["great", "clean", "kind", "quick", "lovely"]

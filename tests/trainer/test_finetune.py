@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.shared.datasets.card import Split
-from services.shared.fsdp.process import Position, RunFailed
-from services.shared.jobs.rundir import (
+from services.shared.jobs.run_directory import (
     MemoryRecord,
     ProgressRecord,
     Report,
@@ -23,6 +22,7 @@ from services.shared.jobs.rundir import (
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.artifact import check_golden, load_classifier, read_artifact
 from services.shared.model.tokens import load_tokenizer, read_rows
+from services.shared.training.process import Position, RunFailed
 from services.trainer.finetune import combined_loss, finetune
 from services.trainer.inputs import backbone_config
 

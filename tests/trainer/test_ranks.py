@@ -9,8 +9,7 @@ import subprocess
 
 import pytest
 
-from services.shared.fsdp import checkpoint
-from services.shared.jobs.rundir import (
+from services.shared.jobs.run_directory import (
     Failure,
     ProgressRecord,
     Report,
@@ -21,6 +20,7 @@ from services.shared.jobs.rundir import (
     write_json,
 )
 from services.shared.jobs.state import Reason
+from services.shared.training.checkpoint import checkpoint
 
 
 @pytest.fixture(scope="module")

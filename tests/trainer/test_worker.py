@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import Outcome
@@ -22,11 +23,10 @@ from services.shared.jobs.queue import make_celery, send
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import TERMINAL, JobState, Reason
-from services.shared.jobs.store import Store, open_store
 from services.shared.jobs.views import Claim, EventType, Finished, JobView, Ticket
+from services.shared.launch.aftermath.outcome import PostMortem
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch
-from services.shared.launch.verdict import PostMortem
 
 HERE = Path(__file__).parent
 MODULE = "fake_training"

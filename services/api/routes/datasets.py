@@ -16,10 +16,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
-from services.api.body import text_fault
+from services.api.auth.keys import Scope, requires
 from services.api.deps import Cursor, DatasetId, Limit, Parts, PartsDep
 from services.api.errors import ProblemError, invalid
-from services.api.keys import Scope, requires
+from services.api.limits.body import text_fault
 from services.api.openapi import links, problems
 from services.api.settings import ApiSettings
 from services.shared.datasets.card import DatasetCard

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends
 
-from services.api.body import screen_json
-from services.api.keys import requires
+from services.api.auth.keys import requires
+from services.api.limits.body import screen_json
 from services.api.openapi import problems
-from services.shared.memory.case import Case
-from services.shared.memory.forensics import diagnose
+from services.shared.memory.forensics.case import Case
+from services.shared.memory.forensics.diagnose import diagnose
 
 router = APIRouter(
     tags=["diagnoses"],

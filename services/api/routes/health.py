@@ -10,9 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from services.api.auth.keys import limit_strangers, requires
 from services.api.deps import Parts, PartsDep
 from services.api.errors import RETRY_AFTER_SECONDS, ProblemError
-from services.api.keys import limit_strangers, requires
 from services.api.openapi import problems
 from services.shared.jobs.errors import Unavailable
 

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Body, Depends, Header, Query
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.responses import Response
 
-from services.api.body import screen_json
+from services.api.auth.keys import Scope, requires
 from services.api.deps import Cursor, JobId, Limit, Parts, PartsDep
-from services.api.keys import Scope, requires
+from services.api.limits.body import screen_json
 from services.api.openapi import links, problems
+from services.shared.jobs.db.job_queries import Planned
+from services.shared.jobs.db.retries import changed_spec
 from services.shared.jobs.errors import blaming
-from services.shared.jobs.job_rows import Planned
-from services.shared.jobs.retries import changed_spec
 from services.shared.jobs.spec import ChainSpec, JobRequest, Recipe, Training
 from services.shared.jobs.state import JobState
 from services.shared.jobs.views import JobSummary, JobView, Kind, Page

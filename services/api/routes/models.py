@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.api.body import screen_json
+from services.api.auth.keys import Scope, requires
 from services.api.deps import ALIAS_PATTERN, Cursor, Limit, ModelId, PartsDep, SeqCursor
-from services.api.keys import Scope, requires
+from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.shared.jobs.views import Kind, ModelView, Page, PromotionView
 

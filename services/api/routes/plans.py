@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
-from services.api.body import screen_json
+from services.api.auth.keys import requires
 from services.api.deps import Parts, PartsDep
-from services.api.keys import requires
+from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.api.routes.jobs import RequestBody
 from services.shared.jobs.errors import DoesNotFit, InvalidInput, blaming

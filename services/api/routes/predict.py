@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from services.api.asking import ANSWER_HEADERS, Usage, answer_with, ask, chosen, usage_of
 from services.api.deps import Alias, PartsDep
-from services.api.direct import PREDICT_KEY, DirectRoute
+from services.api.fast_route import PREDICT_KEY, DirectRoute
 from services.api.openapi import problems
+from services.api.prediction import ANSWER_HEADERS, Usage, answer_with, ask, chosen, usage_of
 from services.api.serving.prediction import Prediction, Score
-from services.shared.jobs.model_rows import DEFAULT_ALIAS
+from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 
 router = APIRouter(
     tags=["predict"],

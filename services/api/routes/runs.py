@@ -15,12 +15,12 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
+from services.api.auth.keys import requires
 from services.api.deps import JobId, Parts, PartsDep
-from services.api.keys import requires
+from services.api.downsampling import RankSeries, Series, rank_memory, thinned
 from services.api.openapi import problems
-from services.api.series import RankSeries, Series, rank_memory, thinned
 from services.shared.jobs.errors import NotFound, Unavailable
-from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import TERMINAL
 from services.shared.jobs.views import EventView, JobView
 

@@ -13,22 +13,22 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from services.api.serving.admission import check_memory
-from services.api.serving.batcher import Batcher
-from services.api.serving.follower import Follower
-from services.api.serving.gate import gate_of, read_prepared
-from services.api.serving.measures import Measures
-from services.api.serving.memory import bound_caches
-from services.api.serving.pace import aside
+from services.api.serving.active_models import ActiveStudent, Slot
+from services.api.serving.batching.batcher import Batcher
+from services.api.serving.batching.shadow import Shadow
+from services.api.serving.engines.malloc import bound_caches
+from services.api.serving.engines.throttle import aside
+from services.api.serving.memory_headroom import check_memory
+from services.api.serving.metrics import Measures
 from services.api.serving.prediction import Prediction
-from services.api.serving.preparing import Preparer
-from services.api.serving.promoted import NoReports, Promoted, Reports
+from services.api.serving.promotion import NoReports, Promoted, Reports
+from services.api.serving.quantization.background import Preparer
+from services.api.serving.quantization.record import gate_of, read_prepared
+from services.api.serving.rollout.promotion_watcher import Follower
 from services.api.serving.settings import ServingSettings
-from services.api.serving.shadow import Shadow
-from services.api.serving.slot import ActiveStudent, Slot
 
 # The one door to torch. Named here and not imported, so that it opens when a student is promoted.
-ENGINES = "services.api.serving.loading"
+ENGINES = "services.api.serving.rollout.model_loader"
 
 
 class Predictor:

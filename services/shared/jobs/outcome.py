@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from services.shared.jobs.rundir import Report
+from services.shared.jobs.run_directory import Report
 from services.shared.jobs.state import Reason
 
 

@@ -6,9 +6,9 @@ from datetime import datetime, timedelta
 
 from celery import Celery
 
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import QUEUES, depth, send
-from services.shared.jobs.store import Store
 from services.shared.jobs.views import Ticket
 
 # How long a message may take from the commit that queued the job to the queue.

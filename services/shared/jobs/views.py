@@ -11,9 +11,9 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from services.shared.datasets.card import DatasetCard
-from services.shared.jobs.measured import RankMemory, side_by_side
+from services.shared.jobs.gates import GateResult, Int8Gate
 from services.shared.jobs.outcome import Outcome
-from services.shared.jobs.promotion import GateResult, Int8Gate
+from services.shared.jobs.planning.plan_vs_measured import RankMemory, side_by_side
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Phase, Reason
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import structlog
 
 from services.shared.jobs.errors import Unavailable
-from services.shared.jobs.rundir import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import Phase
 from services.shared.jobs.views import Beat, Claim
 

@@ -14,7 +14,13 @@ from typing import Literal
 
 import structlog
 
-from services.shared.jobs.rundir import COMPLETE, RunDirectory, RunInput, StopRequest, write_json
+from services.shared.jobs.run_directory import (
+    COMPLETE,
+    RunDirectory,
+    RunInput,
+    StopRequest,
+    write_json,
+)
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.views import Beat, Claim
 from services.shared.launch.oom_counter import OomCounters

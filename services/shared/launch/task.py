@@ -11,18 +11,18 @@ from pathlib import Path
 
 import structlog
 
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.ids import new_token
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.rundir import RunDirectory
+from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.state import Reason
-from services.shared.jobs.store import Store
 from services.shared.jobs.views import Claim, Finished, Ticket
+from services.shared.launch.aftermath.memory_failure import examine_memory
+from services.shared.launch.aftermath.outcome import reach_verdict
 from services.shared.launch.heartbeat import Heartbeat
-from services.shared.launch.postmortem import examine_memory
 from services.shared.launch.supervise import prepare, supervise
 from services.shared.launch.torchrun import plan_launch
-from services.shared.launch.verdict import reach_verdict
 
 log = structlog.get_logger(__name__)
 

@@ -14,11 +14,11 @@ import structlog
 from celery import Celery
 from celery.signals import worker_ready, worker_shutting_down
 
+from services.shared.jobs.cleanup import remove_leftovers
+from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.errors import Unavailable
-from services.shared.jobs.leftovers import remove_leftovers
 from services.shared.jobs.queue import TASK, make_celery, send
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.store import Store, open_store
 from services.shared.jobs.sweep import sweep
 from services.shared.launch.task import run_job
 

@@ -28,7 +28,7 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 from services.shared.datasets.card import Head
-from services.shared.jobs.rundir import write_json
+from services.shared.jobs.run_directory import write_json
 from services.shared.model.calibration import Calibration
 from services.shared.model.classifier import Classifier, Pooling, wrap_backbone
 from services.shared.model.tokens import encode, pad

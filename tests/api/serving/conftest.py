@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from services.api.serving.active_models import ActiveStudent
 from services.api.serving.encoder import Encoded
 from services.api.serving.errors import TextTooLong
 from services.api.serving.prediction import FloatArray
-from services.api.serving.slot import ActiveStudent
 from services.shared.datasets.card import Head, HeadType
 from services.shared.model.artifact import (
     golden_texts,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from services.api.serving.measures import Measures
+from services.api.serving.metrics import Measures
 from services.api.serving.settings import ServingSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")

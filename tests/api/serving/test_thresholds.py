@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.api.serving.predictor import Predictor
-from services.api.serving.promoted import Promoted
+from services.api.serving.promotion import Promoted
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.datasets.card import Head
 from services.shared.model.artifact import file_sha256, load_classifier, read_artifact

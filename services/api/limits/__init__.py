@@ -1,0 +1,1 @@
+"""Limits on requests: body size, request rate, concurrent uploads."""

@@ -1,0 +1,1 @@
+"""Batching of prediction requests: queue, token budget, thread allocation, shadow traffic."""

@@ -1,0 +1,1 @@
+"""Inference engines: forward passes over a batch of texts."""

@@ -1,0 +1,27 @@
+"""On which device and in which number format a student is served."""
+
+from __future__ import annotations
+
+import torch
+
+from services.api.serving.memory_headroom import bf16_is_faster
+from services.api.serving.settings import ServingDtype
+
+# Where heads.json does not say how long the texts of training were.
+DEFAULT_MAX_LENGTH = 512
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the named device; `auto` is the accelerator where there is one."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(choice: ServingDtype, device: torch.device) -> torch.dtype:
+    """Return the type to compute in; `auto` is bfloat16 where it is multiplied faster."""
+    if choice is not ServingDtype.AUTO:
+        return torch.float32 if choice is ServingDtype.FLOAT32 else torch.bfloat16
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if bf16_is_faster() else torch.float32

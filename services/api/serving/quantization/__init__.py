@@ -1,0 +1,1 @@
+"""Quantization to 8 bits: calibration, quality gate, weights file, background preparation."""

@@ -1,0 +1,1 @@
+"""Following promotions: loading a student, checking its golden outputs, switching to it."""

@@ -1,0 +1,56 @@
+"""`stillhouse doctor`: what works on this machine, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.cli.client import print_json
+from services.shared.launch.doctor.doctor import examine, to_json
+from services.shared.launch.doctor.machine import Finding, Machine, Status
+
+_MARKS = {
+    Status.OK: "[green]ok[/green]",
+    Status.WARNING: "[yellow]warning[/yellow]",
+    Status.FAILED: "[red]failed[/red]",
+    Status.NOT_APPLICABLE: "[dim]-[/dim]",
+}
+
+
+def doctor(
+    with_torch: Annotated[
+        bool, typer.Option("--torch/--no-torch", help="Also run the checks that need torch.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")] = False,
+) -> None:
+    """Check this machine: versions, devices, attention, collectives; exit code 1 if one fails."""
+    machine = Machine.here()
+    console = Console(stderr=as_json, highlight=False)
+    with console.status("Examining this machine ..."):
+        findings, measured = examine(machine, with_torch=with_torch)
+    document = to_json(machine, findings, measured)
+    if as_json:
+        print_json(document)
+    else:
+        _print(console, findings)
+        for name, value in measured.items():
+            console.print(f"measured  {name}: {value}", markup=False)
+    if not document["healthy"]:
+        raise typer.Exit(1)
+
+
+def _print(console: Console, findings: list[Finding]) -> None:
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    for finding in findings:
+        text = _plain(finding.detail)
+        if finding.remedy:
+            text += f"\n[bold]->[/bold] {_plain(finding.remedy)}"
+        table.add_row(_MARKS[finding.status], _plain(finding.name), text)
+    console.print(table)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,109 @@
+"""`stillhouse predict`: ask the promoted student about a few texts, or label a whole file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from services.cli.bulk_predict import LabellingFailed, count_lines, label_file
+from services.cli.client import (
+    DEFAULT_URL,
+    TIMEOUT_SECONDS,
+    ApiKey,
+    AsJson,
+    Url,
+    connected,
+    print_json,
+)
+
+
+def predict(
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts to classify.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", help="Label every line of this file (one text a line, or JSONL with `text`)."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="JSONL written for --file; an unfinished one is continued."),
+    ] = None,
+    alias: Annotated[str, typer.Option("--alias", help="Which promoted student.")] = "default",
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut texts that are longer than the model reads.")
+    ] = False,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Classify texts with the promoted student, or label a whole file."""
+    if bool(texts) == (file is not None) or (file is None) != (out is None):
+        raise typer.BadParameter("give texts, or --file with --out")
+    if file is not None and out is not None:
+        _label(file, out, url, api_key, alias=alias, truncate=truncate, as_json=as_json)
+        return
+    body = {"inputs": texts, "truncate": truncate, "detail": True}
+    with connected(url, api_key, as_json=as_json) as client:
+        answer = client.post("/predict", params={"alias": alias}, json=body)
+    if as_json:
+        print_json(answer)
+    else:
+        _print(answer, texts or [])
+
+
+def _print(answer: dict[str, Any], texts: list[str]) -> None:
+    heads = list(answer["data"][0]["heads"])
+    table = Table("text", *heads, caption=f"{answer['model']} {answer['version']}")
+    for text, found in zip(texts, answer["data"], strict=True):
+        cells = (f"{found['heads'][h]['label']} {found['heads'][h]['score']:.3f}" for h in heads)
+        table.add_row(text if len(text) <= 60 else text[:59] + "…", *cells)
+    Console().print(table)
+
+
+def _label(
+    file: Path,
+    out: Path,
+    url: str,
+    api_key: str | None,
+    *,
+    alias: str,
+    truncate: bool,
+    as_json: bool,
+) -> None:
+    console = Console(stderr=True)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS) as client, bar:
+            task = bar.add_task(f"Labelling {file.name}", total=count_lines(file))
+            result = label_file(
+                file,
+                out,
+                client=client,
+                alias=alias,
+                truncate=truncate,
+                on_lines=lambda lines: bar.update(task, completed=lines),
+            )
+    except (LabellingFailed, OSError) as error:
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        print_json({"out": str(out), **dataclasses.asdict(result)})
+        return
+    went_on = f", continued at line {result.resumed_at + 1}" if result.resumed_at else ""
+    refused = f"; {result.refused} hold an error instead" if result.refused else ""
+    Console().print(f"{out}: {result.lines} lines labelled{went_on}{refused}.", highlight=False)

@@ -1,0 +1,1 @@
+"""The embedded platform behind `stillhouse up`: its servers, services and supervision."""

@@ -1,0 +1,1 @@
+"""The database: tables, queries, state transitions and migrations. The only SQL."""

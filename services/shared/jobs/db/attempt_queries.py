@@ -1,0 +1,272 @@
+"""A worker's hold on a job: claim, heartbeat, finish; and what happens when it goes silent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import func, insert, select, update
+from sqlalchemy.orm import Session
+
+from services.shared.jobs.db import job_queries, model_queries
+from services.shared.jobs.db.tables import IS_LEASED, IS_QUEUED, AttemptRow, JobRow
+from services.shared.jobs.db.transitions import append_event, destination, move
+from services.shared.jobs.errors import InvalidTransition
+from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.spec import Recipe
+from services.shared.jobs.state import JobState, Phase, Reason
+from services.shared.jobs.views import Beat, EventType, Finished, Kind, Ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What the database knows of a job just claimed; `store` adds the places on disk."""
+
+    job: JobRow
+    earlier: list[tuple[str, int]]  # (job id, attempt) that may have checkpoints, best first
+
+
+def claim(
+    session: Session, job_id: str, *, worker: str, token: str, lease_seconds: float
+) -> Taken | None:
+    """Take a queued job, or return None when it is not queued: a duplicate or late message.
+
+    Asked again with the same token, after an answer that was lost, it returns the same attempt.
+    """
+    if not move(
+        session,
+        job_id,
+        JobState.RUNNING,
+        token=token,
+        worker=worker,
+        lease_until=_lease_until(lease_seconds),
+        attempt=JobRow.attempt + 1,
+        used_attempts=JobRow.used_attempts + 1,
+        started_at=func.coalesce(JobRow.started_at, func.now()),
+        phase=Phase.LAUNCHING,
+        progress=None,
+    ):
+        mine = _held(session, job_id, token)
+        return None if mine is None else Taken(job=mine, earlier=_earlier_attempts(session, mine))
+    job = job_queries.get(session, job_id)
+    session.execute(
+        insert(AttemptRow).values(
+            job_id=job_id, number=job.attempt, worker=worker, recipe=job.recipe, plan=job.plan
+        )
+    )
+    return Taken(job=job, earlier=_earlier_attempts(session, job))
+
+
+def heartbeat(
+    session: Session,
+    job_id: str,
+    *,
+    token: str,
+    phase: Phase | None,
+    progress: dict[str, Any] | None,
+    lease_seconds: float,
+) -> Beat:
+    """Renew the lease and copy progress; a new phase or evaluation becomes an event."""
+    job = _held(session, job_id, token)
+    if job is None:
+        return Beat.LOST
+    columns: dict[str, Any] = {"lease_until": _lease_until(lease_seconds)}
+    if phase is not None and phase != job.phase:
+        columns["phase"] = phase
+        append_event(session, job_id, EventType.PHASE, attempt=job.attempt, data={"phase": phase})
+    if progress:
+        columns["progress"] = (job.progress or {}) | progress
+        evaluation = progress.get("evaluation")
+        if evaluation and evaluation != job.metrics:
+            columns["metrics"] = evaluation
+            data = {key: progress[key] for key in ("step", "epoch") if key in progress}
+            append_event(
+                session,
+                job_id,
+                EventType.EVALUATION,
+                attempt=job.attempt,
+                data=data | {"evaluation": evaluation},
+            )
+    session.execute(update(JobRow).where(JobRow.id == job_id).values(**columns))
+    return Beat.CANCEL if job.state == JobState.CANCELLING else Beat.CONTINUE
+
+
+def finish(
+    session: Session, job_id: str, *, attempt: int, token: str, outcome: Outcome
+) -> Finished:
+    """Apply how an attempt ended, unless its lease was lost.
+
+    Asked again after an answer that was lost, it says that the outcome is applied; the jobs that are
+    to be sent are then left to the sweep.
+    """
+    job = _held(session, job_id, token)
+    if job is None:
+        return Finished(applied=_ended_as(session, job_id, attempt, outcome.end), to_send=[])
+    to_send = _end_attempt(session, job, ending=outcome.end, outcome=outcome)
+    return Finished(applied=True, to_send=to_send)
+
+
+def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[Ticket]:
+    """End attempts whose lease ran out; return the jobs to be sent.
+
+    A row that somebody else has locked is left to the next sweep.
+    """
+    jobs = session.scalars(
+        select(JobRow)
+        .where(IS_LEASED, JobRow.lease_until < (now or func.now()))
+        .order_by(JobRow.lease_until)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    ).all()
+    to_send: list[Ticket] = []
+    for job in jobs:
+        message = f"Worker {job.worker} fell silent during attempt {job.attempt}."
+        lost = Outcome(end=End.RETRY, reason=Reason.LOST, message=message)
+        to_send += _end_attempt(session, job, ending="lost", outcome=lost)
+    return to_send
+
+
+def overdue(
+    session: Session, kind: Kind, *, sent_before: datetime | timedelta, limit: int
+) -> list[Ticket]:
+    """Mark the longest queued jobs as sent again and return them.
+
+    `sent_before` is a moment, or an age by the database's clock.
+    """
+    moment = func.now() - sent_before if isinstance(sent_before, timedelta) else sent_before
+    ids = session.scalars(
+        select(JobRow.id)
+        .where(IS_QUEUED, JobRow.kind == kind, JobRow.sent_at < moment)
+        .order_by(JobRow.sent_at, JobRow.id)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    ).all()
+    session.execute(update(JobRow).where(JobRow.id.in_(ids)).values(sent_at=func.now()))
+    return [Ticket(job_id, kind) for job_id in ids]
+
+
+def without_result(session: Session, attempts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return those of (job id, attempt) that are over and have made no model."""
+    jobs = {
+        row.id: row
+        for row in session.execute(
+            select(JobRow.id, JobRow.state, JobRow.attempt).where(
+                JobRow.id.in_({job_id for job_id, _ in attempts})
+            )
+        )
+    }
+    found = []
+    for job_id, number in attempts:
+        job = jobs.get(job_id)
+        if job is None:
+            continue
+        # Only its last attempt can have made a job's model, or be running.
+        may_stand = job.state in (JobState.SUCCEEDED, JobState.RUNNING, JobState.CANCELLING)
+        if number < job.attempt or (number == job.attempt and not may_stand):
+            found.append((job_id, number))
+    return found
+
+
+def succeeded_among(session: Session, job_ids: list[str]) -> list[str]:
+    """Return those of the jobs that have succeeded."""
+    return list(
+        session.scalars(
+            select(JobRow.id).where(JobRow.id.in_(job_ids), JobRow.state == JobState.SUCCEEDED)
+        )
+    )
+
+
+def _ended_as(session: Session, job_id: str, attempt: int, end: End) -> bool:
+    """Return whether the attempt was ended so: by its own worker, since the sweep says "lost"."""
+    ending = session.scalar(
+        select(AttemptRow.ending).where(AttemptRow.job_id == job_id, AttemptRow.number == attempt)
+    )
+    return ending == end
+
+
+def _end_attempt(
+    session: Session, job: JobRow, *, ending: End | str, outcome: Outcome
+) -> list[Ticket]:
+    """End the running attempt of a locked job; return the jobs to be sent."""
+    target, reason = destination(
+        outcome.end,
+        state=JobState(job.state),
+        reason=outcome.reason,
+        attempts_left=job.used_attempts < job.max_attempts,
+    )
+    moved = move(
+        session,
+        job.id,
+        target,
+        held_by=job.token,
+        reason=reason,
+        message=outcome.message or None,
+        **_learned(job, outcome, target),
+    )
+    if not moved:
+        raise InvalidTransition(job.id, job.state, target)
+    session.execute(
+        update(AttemptRow)
+        .where(AttemptRow.job_id == job.id, AttemptRow.number == job.attempt)
+        .values(
+            ended_at=func.now(),
+            ending=ending,
+            reason=outcome.reason,
+            message=outcome.message or None,
+            exit_code=outcome.exit_code,
+            failed_rank=outcome.failed_rank,
+            measured=outcome.measured or None,
+            observed=outcome.observed or None,
+            diagnosis=outcome.diagnosis,
+            failure=outcome.failure,
+        )
+    )
+    if target is JobState.QUEUED:
+        return [Ticket(job.id, job.kind)]
+    if target is JobState.SUCCEEDED:
+        assert outcome.report is not None
+        model_queries.add(session, job, outcome.report)
+    return job_queries.settle_children(session, job.id)
+
+
+def _learned(job: JobRow, outcome: Outcome, target: JobState) -> dict[str, Any]:
+    """Return the columns of the job that the end of an attempt changes besides its state."""
+    columns: dict[str, Any] = {}
+    if outcome.measured:
+        columns["measured"] = outcome.measured
+    if outcome.observed:
+        columns["observed"] = outcome.observed
+    if outcome.diagnosis is not None:
+        columns["diagnosis"] = outcome.diagnosis
+    if outcome.report is not None and outcome.report.evaluation:
+        columns["metrics"] = outcome.report.evaluation
+    if target is JobState.QUEUED and outcome.end is End.HANDED_BACK:
+        columns["used_attempts"] = JobRow.used_attempts - 1
+    if target is JobState.QUEUED and (outcome.recipe_changes or outcome.plan):
+        changed = Recipe.model_validate(job.recipe | outcome.recipe_changes)
+        columns["recipe"] = changed.model_dump(mode="json")
+        columns["plan"] = outcome.plan
+    return columns
+
+
+def _held(session: Session, job_id: str, token: str) -> JobRow | None:
+    """Lock and return the job if `token` still holds it."""
+    return session.scalar(
+        select(JobRow).where(JobRow.id == job_id, JobRow.token == token).with_for_update()
+    )
+
+
+def _earlier_attempts(session: Session, job: JobRow) -> list[tuple[str, int]]:
+    """Return the attempts before this one, latest first, then those of the jobs it retries."""
+    found = [(job.id, number) for number in range(job.attempt - 1, 0, -1)]
+    ancestor_id = job.retry_of
+    while ancestor_id is not None:
+        ancestor = job_queries.get(session, ancestor_id)
+        found += [(ancestor.id, number) for number in range(ancestor.attempt, 0, -1)]
+        ancestor_id = ancestor.retry_of
+    return found
+
+
+def _lease_until(lease_seconds: float) -> Any:
+    return func.now() + timedelta(seconds=lease_seconds)

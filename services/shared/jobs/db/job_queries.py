@@ -1,0 +1,298 @@
+"""Jobs in the database: made, read, listed, cancelled, retried."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, NamedTuple
+
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from services.shared.jobs.db.pagination import LARGEST_SEQ, checked_limit
+from services.shared.jobs.db.references import References, check_references
+from services.shared.jobs.db.tables import AttemptRow, EventRow, JobRow, ModelRow
+from services.shared.jobs.db.transitions import append_state_event, move
+from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound, blaming
+from services.shared.jobs.ids import new_id
+from services.shared.jobs.planning.plan_vs_measured import side_by_side
+from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
+from services.shared.jobs.state import JobState, Reason
+from services.shared.jobs.views import (
+    AttemptView,
+    EventView,
+    JobSummary,
+    JobView,
+    Kind,
+    Page,
+    PlanError,
+    Ticket,
+)
+
+_MAX_KEY_LENGTH = 255
+_SUMMARY = [getattr(JobRow, name) for name in JobSummary.model_fields]
+
+
+class Planned(NamedTuple):
+    """What is stored with a job besides its spec."""
+
+    plan: dict[str, Any] | None = None
+    recipe: Recipe | None = None  # the one chosen where the spec says `auto`
+
+
+def create(
+    session: Session,
+    spec: TeacherSpec | DistillSpec,
+    *,
+    plan: dict[str, Any] | None,
+    recipe: Recipe | None = None,
+    idempotency_key: str | None = None,
+    retry_of: str | None = None,
+    request: ChainSpec | None = None,
+) -> tuple[str, bool]:
+    """Insert a job unless its key is known; return its id and whether it is new.
+
+    `request` is the chain that the job is a part of.
+    """
+    sha256 = _digest(request or spec, retry_of=retry_of)
+    if idempotency_key is not None:
+        known = _by_key(session, idempotency_key, sha256)
+        if known is not None:
+            return known, False
+    with blaming(None if request is None else spec.kind):
+        references = check_references(session, spec)
+    job_id = session.execute(
+        insert(JobRow)
+        .values(
+            id=new_id("job"),
+            plan=plan,
+            recipe=(recipe or _own_recipe(spec)).model_dump(mode="json"),
+            idempotency_key=idempotency_key,
+            spec_sha256=sha256,
+            retry_of=retry_of,
+            **_columns(spec, references),
+        )
+        .on_conflict_do_nothing(index_elements=[JobRow.idempotency_key])
+        .returning(JobRow.id)
+    ).scalar_one_or_none()
+    if job_id is None:  # another request with the same key committed meanwhile
+        assert idempotency_key is not None
+        known = _by_key(session, idempotency_key, sha256)
+        assert known is not None
+        return known, False
+    append_state_event(session, job_id, references.state, attempt=0)
+    return job_id, True
+
+
+def create_chain(
+    session: Session,
+    chain: ChainSpec,
+    *,
+    teacher: Planned,
+    distill: Planned,
+    idempotency_key: str | None = None,
+) -> tuple[str, bool]:
+    """Insert both jobs of a chain unless its key is known; return the teacher's id, and if it is new."""
+    teacher_id, created = create(
+        session,
+        chain.teacher_spec(),
+        plan=teacher.plan,
+        recipe=teacher.recipe,
+        idempotency_key=idempotency_key,
+        request=chain,
+    )
+    if created:
+        spec = chain.distill_spec(teacher_id)
+        create(session, spec, plan=distill.plan, recipe=distill.recipe, request=chain)
+    return teacher_id, created
+
+
+def view(session: Session, job_id: str) -> JobView:
+    """Return everything known of a job; raises NotFound."""
+    row = get(session, job_id)
+    model_id = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job_id))
+    children = session.scalars(
+        select(JobRow.id).where(JobRow.parent_job_id == job_id).order_by(JobRow.id)
+    )
+    known = {name: getattr(row, name) for name in JobView.model_fields if hasattr(row, name)}
+    return JobView(
+        **known,
+        model_id=model_id,
+        child_job_ids=list(children),
+        attempts=_attempts(session, job_id),
+    )
+
+
+def list_page(
+    session: Session,
+    *,
+    state: JobState | None,
+    kind: Kind | None,
+    cursor: str | None,
+    limit: int,
+) -> Page[JobSummary]:
+    """Return jobs, newest first."""
+    query = select(*_SUMMARY).order_by(JobRow.id.desc())
+    if state is not None:
+        query = query.where(JobRow.state == state)
+    if kind is not None:
+        query = query.where(JobRow.kind == kind)
+    if cursor is not None:
+        query = query.where(JobRow.id < cursor)
+    rows = session.execute(query.limit(checked_limit(limit) + 1)).mappings().all()
+    items = [JobSummary.model_validate(dict(row)) for row in rows[:limit]]
+    return Page(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
+
+
+def events(session: Session, job_id: str, *, after_seq: int, limit: int) -> list[EventView]:
+    """Return events of a job in order; raises NotFound for an unknown job."""
+    after_seq = max(0, min(after_seq, LARGEST_SEQ))
+    rows = session.scalars(
+        select(EventRow)
+        .where(EventRow.job_id == job_id, EventRow.seq > after_seq)
+        .order_by(EventRow.seq)
+        .limit(checked_limit(limit))
+    ).all()
+    if not rows:
+        get(session, job_id)
+    return [EventView.model_validate(row, from_attributes=True) for row in rows]
+
+
+def attempts(session: Session, job_id: str) -> list[AttemptView]:
+    """Return the attempts of a job in order; raises NotFound for an unknown job."""
+    found = _attempts(session, job_id)
+    if not found:
+        get(session, job_id)
+    return found
+
+
+def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
+    """Return how far the plans of the last succeeded jobs were off, phase by phase.
+
+    Of several ranks the one that is furthest off counts. Nothing is said of phases in which the
+    probe could not count what the plan counts.
+    """
+    rows = session.execute(
+        select(
+            JobRow.spec["resources"]["device"].astext,
+            JobRow.plan["phases"],
+            JobRow.plan["teacher_placement"],
+            JobRow.plan["recipe"]["engine"],
+            JobRow.measured,
+            JobRow.observed,
+        )
+        .where(JobRow.state == JobState.SUCCEEDED, JobRow.plan.is_not(None))
+        .order_by(JobRow.id.desc())
+        .limit(limit)
+    )
+    found = []
+    for device, phases, placement, engine, measured, observed in rows:
+        plan = {"phases": phases, "teacher_placement": placement, "recipe": {"engine": engine}}
+        worst: dict[str, float] = {}
+        for rank in side_by_side(plan, measured, observed).values():
+            for phase, memory in rank.phases.items():
+                if memory.error_ratio is not None:
+                    worst[phase] = max(worst.get(phase, 0.0), memory.error_ratio, key=abs)
+        found += [PlanError(device, phase, ratio) for phase, ratio in worst.items()]
+    return found
+
+
+def request_cancel(session: Session, job_id: str) -> None:
+    """Cancel a job at once, or ask its worker to; raises NotFound, InvalidTransition."""
+    state = JobState(get(session, job_id, lock=True).state)
+    if state in (JobState.CANCELLING, JobState.CANCELLED):
+        return
+    if state is JobState.RUNNING:
+        move(session, job_id, JobState.CANCELLING)
+        return
+    if not move(
+        session,
+        job_id,
+        JobState.CANCELLED,
+        reason=Reason.CANCELLED,
+        message="Cancelled before it started.",
+    ):
+        raise InvalidTransition(job_id, state, JobState.CANCELLED)
+    settle_children(session, job_id)
+
+
+def settle_children(session: Session, job_id: str) -> list[Ticket]:
+    """Release or fail the jobs that wait for a job which has just ended; return those to be sent.
+
+    A child that fails takes its own children along.
+    """
+    parent = get(session, job_id)
+    model_id = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job_id))
+    waiting = session.execute(
+        select(JobRow.id, JobRow.kind)
+        .where(JobRow.parent_job_id == job_id, JobRow.state == JobState.WAITING)
+        .order_by(JobRow.id)
+    ).all()
+    to_send: list[Ticket] = []
+    for child_id, kind in waiting:
+        if model_id is not None:
+            if move(session, child_id, JobState.QUEUED, teacher_model_id=model_id):
+                to_send.append(Ticket(child_id, kind))
+            continue
+        message = f"Its teacher job {job_id} is {parent.state}: {parent.message}"
+        if move(session, child_id, JobState.FAILED, reason=Reason.PARENT_FAILED, message=message):
+            settle_children(session, child_id)
+    return to_send
+
+
+def get(session: Session, job_id: str, *, lock: bool = False) -> JobRow:
+    """Return a job's row as it stands now; raises NotFound."""
+    query = select(JobRow).where(JobRow.id == job_id).execution_options(populate_existing=True)
+    row = session.scalar(query.with_for_update() if lock else query)
+    if row is None:
+        raise NotFound("job", job_id)
+    return row
+
+
+def _attempts(session: Session, job_id: str) -> list[AttemptView]:
+    rows = session.scalars(
+        select(AttemptRow).where(AttemptRow.job_id == job_id).order_by(AttemptRow.number)
+    )
+    return [AttemptView.model_validate(row, from_attributes=True) for row in rows]
+
+
+def _by_key(session: Session, key: str, sha256: str) -> str | None:
+    if not 1 <= len(key) <= _MAX_KEY_LENGTH:
+        raise InvalidInput(
+            f"Idempotency-Key: {len(key)} characters; give 1 to {_MAX_KEY_LENGTH}",
+            field="Idempotency-Key",
+        )
+    known = session.execute(
+        select(JobRow.id, JobRow.spec_sha256).where(JobRow.idempotency_key == key)
+    ).one_or_none()
+    if known is not None and known.spec_sha256 != sha256:
+        raise InvalidInput(
+            f"Idempotency-Key: the key has been used for another request (job {known.id})",
+            field="Idempotency-Key",
+        )
+    return None if known is None else known.id
+
+
+def _digest(request: TeacherSpec | DistillSpec | ChainSpec, *, retry_of: str | None) -> str:
+    asked = request.model_dump(mode="json") | ({"retry_of": retry_of} if retry_of else {})
+    text = json.dumps(asked, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _own_recipe(spec: TeacherSpec | DistillSpec) -> Recipe:
+    return Recipe() if spec.recipe == "auto" else spec.recipe
+
+
+def _columns(spec: TeacherSpec | DistillSpec, references: References) -> dict[str, Any]:
+    return {
+        "kind": spec.kind,
+        "name": spec.name,
+        "spec": spec.model_dump(mode="json"),
+        "dataset_id": spec.dataset_id,
+        "max_attempts": spec.max_attempts,
+        "state": references.state,
+        "parent_job_id": references.parent_job_id,
+        "teacher_model_id": references.teacher_model_id,
+        "sent_at": func.now() if references.state is JobState.QUEUED else None,
+    }

@@ -1,0 +1,232 @@
+"""Models and promotions in the database."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from sqlalchemy import func, insert, select, update
+from sqlalchemy.orm import Session
+
+from services.shared.jobs.db.pagination import checked_limit, cursor_seq
+from services.shared.jobs.db.tables import JobRow, ModelRow, PromotionRow, ServingRow
+from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidInput, NotFound
+from services.shared.jobs.gates import Int8Gate, evaluate_gate
+from services.shared.jobs.ids import model_id_of, new_id
+from services.shared.jobs.run_directory import Report
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import DistillSpec, job_spec
+from services.shared.jobs.views import Kind, ModelView, Page, PromotionView, ServingView
+
+DEFAULT_ALIAS = "default"
+_ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+
+
+def add(session: Session, job: JobRow, report: Report) -> None:
+    """Register the model of a job that has just succeeded; promote it where its spec says so."""
+    spec = job_spec.validate_python(job.spec)
+    gate = None
+    if isinstance(spec, DistillSpec):
+        gate = evaluate_gate(spec.gate, report.evaluation)
+    model_id = model_id_of(job.id, job.attempt)
+    session.execute(
+        insert(ModelRow).values(
+            id=model_id,
+            job_id=job.id,
+            kind=job.kind,
+            name=job.name,
+            dataset_id=job.dataset_id,
+            teacher_model_id=job.teacher_model_id,
+            heads=report.heads,
+            parameters=report.parameters,
+            size_bytes=report.size_bytes,
+            manifest_sha256=report.manifest_sha256,
+            metrics=report.evaluation,
+            gate=None if gate is None else gate.model_dump(mode="json"),
+        )
+    )
+    if isinstance(spec, DistillSpec) and spec.promote == "when_passed" and gate and gate.passed:
+        _append(session, model_id, DEFAULT_ALIAS, forced=False, reason=gate.message)
+
+
+def view(session: Session, model_id: str, *, settings: JobSettings) -> ModelView:
+    """Return a model by its id or by the id of the job that made it.
+
+    Raises NotFound, and Conflict for a job that has made no model.
+    """
+    row = session.scalar(
+        select(ModelRow).where((ModelRow.id == model_id) | (ModelRow.job_id == model_id))
+    )
+    if row is not None:
+        return _views(session, [row], settings)[0]
+    state = session.scalar(select(JobRow.state).where(JobRow.id == model_id))
+    if state is None:
+        raise NotFound("model", model_id)
+    raise Conflict(f"Job {model_id} is {state}; only a job that succeeded has a model.")
+
+
+def list_page(
+    session: Session,
+    *,
+    kind: Kind | None,
+    cursor: str | None,
+    limit: int,
+    settings: JobSettings,
+) -> Page[ModelView]:
+    """Return models, newest job first."""
+    query = select(ModelRow).order_by(ModelRow.id.desc())
+    if kind is not None:
+        query = query.where(ModelRow.kind == kind)
+    if cursor is not None:
+        query = query.where(ModelRow.id < cursor)
+    rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
+    items = _views(session, rows[:limit], settings)
+    return Page(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
+
+
+def promote(
+    session: Session,
+    model: ModelView,
+    *,
+    alias: str,
+    force: bool,
+    reason: str | None,
+) -> PromotionView:
+    """Append a promotion; raises InvalidInput, GateNotPassed."""
+    if not _ALIAS.fullmatch(alias):
+        raise InvalidInput(
+            f"alias: {alias[:80]!r} is no alias; use a-z, 0-9, _ and -, a letter first, 64 at most",
+            field="alias",
+        )
+    if force and not (reason and reason.strip()):
+        raise InvalidInput("reason: say why the gate is overruled", field="reason")
+    if model.gate is not None and not model.gate.passed and not force:
+        raise GateNotPassed(model.id, model.gate.message)
+    return _append(session, model.id, alias, forced=force, reason=reason)
+
+
+def promotions(
+    session: Session, *, alias: str | None, cursor: str | None, limit: int
+) -> Page[PromotionView]:
+    """Return promotions, newest first."""
+    query = select(PromotionRow).order_by(PromotionRow.seq.desc())
+    if alias is not None:
+        query = query.where(PromotionRow.alias == alias)
+    before = cursor_seq(cursor)
+    if before is not None:
+        query = query.where(PromotionRow.seq < before)
+    rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
+    items = _promotion_views(session, rows[:limit])
+    return Page(items=items, next_cursor=str(items[-1].seq) if len(rows) > limit else None)
+
+
+def active(session: Session, alias: str) -> PromotionView | None:
+    """Return the promotion that an alias serves, or None before the first."""
+    row = session.scalar(
+        select(PromotionRow)
+        .where(PromotionRow.alias == alias)
+        .order_by(PromotionRow.seq.desc())
+        .limit(1)
+    )
+    return None if row is None else _promotion_views(session, [row])[0]
+
+
+def set_int8_gate(session: Session, model_id: str, gate: Int8Gate) -> None:
+    """Keep the decision and its figures in the model's row; the last preparation counts."""
+    values = {"int8_gate": gate.model_dump(mode="json")}
+    session.execute(update(ModelRow).where(ModelRow.id == model_id).values(values))
+
+
+def record_serving(
+    session: Session,
+    promotion_id: str,
+    *,
+    engine: str | None = None,
+    refused: str | None = None,
+    transient: bool = False,
+) -> None:
+    """Append what became of a promotion, unless the last word on it is the same.
+
+    Every API process says what it sees, at each start and each further try: only news are kept. What
+    is refused again for the same lack of memory, with other numbers, is none.
+    """
+    last = newest_serving(session, [promotion_id]).get(promotion_id)
+    outcome = "served" if refused is None else "refused"
+    if last and (last.outcome, last.engine, last.transient) == (outcome, engine, transient):
+        return
+    session.execute(
+        insert(ServingRow).values(
+            promotion_id=promotion_id,
+            outcome=outcome,
+            engine=engine,
+            why=refused,
+            transient=transient,
+        )
+    )
+
+
+def newest_serving(session: Session, promotion_ids: Collection[str]) -> dict[str, ServingView]:
+    """Return the last word on each promotion of which there is one."""
+    last = (
+        select(func.max(ServingRow.seq))
+        .where(ServingRow.promotion_id.in_(promotion_ids))
+        .group_by(ServingRow.promotion_id)
+    )
+    rows = session.scalars(select(ServingRow).where(ServingRow.seq.in_(last)))
+    return {row.promotion_id: ServingView.model_validate(row, from_attributes=True) for row in rows}
+
+
+def serving_by_model(
+    session: Session, model_ids: Sequence[str]
+) -> dict[str, dict[str, ServingView]]:
+    """Return, by model and alias, the last word on the newest promotion of the model to the alias."""
+    last = (
+        select(func.max(PromotionRow.seq))
+        .where(PromotionRow.model_id.in_(model_ids))
+        .group_by(PromotionRow.model_id, PromotionRow.alias)
+    )
+    promotions = session.execute(
+        select(PromotionRow.model_id, PromotionRow.alias, PromotionRow.id).where(
+            PromotionRow.seq.in_(last)
+        )
+    ).all()
+    known = newest_serving(session, [promotion_id for _, _, promotion_id in promotions])
+    found: dict[str, dict[str, ServingView]] = {model_id: {} for model_id in model_ids}
+    for model_id, alias, promotion_id in promotions:
+        if promotion_id in known:
+            found[model_id][alias] = known[promotion_id]
+    return found
+
+
+def _append(
+    session: Session, model_id: str, alias: str, *, forced: bool, reason: str | None
+) -> PromotionView:
+    row = session.scalars(
+        insert(PromotionRow)
+        .values(id=new_id("prm"), alias=alias, model_id=model_id, forced=forced, reason=reason)
+        .returning(PromotionRow)
+    ).one()
+    return _promotion_views(session, [row])[0]
+
+
+def _views(session: Session, rows: Sequence[ModelRow], settings: JobSettings) -> list[ModelView]:
+    serving = serving_by_model(session, [row.id for row in rows])
+    elsewhere = {"path", "serving"}
+    names = [name for name in ModelView.model_fields if name not in elsewhere]
+    return [
+        ModelView(
+            **{name: getattr(row, name) for name in names},
+            serving=serving[row.id],
+            path=settings.model_dir(row.id),
+        )
+        for row in rows
+    ]
+
+
+def _promotion_views(session: Session, rows: Sequence[PromotionRow]) -> list[PromotionView]:
+    serving = newest_serving(session, [row.id for row in rows])
+    names = [name for name in PromotionView.model_fields if name != "serving"]
+    return [
+        PromotionView(**{name: getattr(row, name) for name in names}, serving=serving.get(row.id))
+        for row in rows
+    ]

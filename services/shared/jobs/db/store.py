@@ -1,0 +1,352 @@
+"""The store: what API, workers and sweep may do with the database. One method is one transaction."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Engine, select, text
+from sqlalchemy.dialects.postgresql import insert
+
+from services.shared.datasets.card import DatasetCard
+from services.shared.jobs.db import attempt_queries, job_queries, model_queries, retries
+from services.shared.jobs.db.claims import make_claim
+from services.shared.jobs.db.connection import create_engine, transaction
+from services.shared.jobs.db.job_queries import Planned
+from services.shared.jobs.db.pagination import checked_limit
+from services.shared.jobs.db.tables import DatasetRow
+from services.shared.jobs.errors import Conflict, NotFound
+from services.shared.jobs.gates import Int8Gate
+from services.shared.jobs.ids import new_token
+from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
+from services.shared.jobs.state import JobState, Phase
+from services.shared.jobs.views import (
+    AttemptView,
+    Beat,
+    Claim,
+    DatasetView,
+    EventView,
+    Finished,
+    JobSummary,
+    JobView,
+    Kind,
+    ModelView,
+    Page,
+    PlanError,
+    PromotionView,
+    Ticket,
+)
+
+MANIFEST = "manifest.json"  # written last by whoever seals an artifact
+
+
+def open_store(settings: JobSettings) -> Store:
+    """Return a store on the database of the settings; connects on first use."""
+    return Store(create_engine(settings.database_url), settings)
+
+
+class Store:
+    """Datasets, jobs, attempts, events, models, promotions.
+
+    Every method raises Unavailable when the database does not answer.
+    """
+
+    def __init__(self, engine: Engine, settings: JobSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+
+    def ping(self) -> None:
+        """Ask the database for an answer."""
+        with transaction(self.engine) as session:
+            session.execute(text("SELECT 1"))
+
+    # Datasets
+
+    def add_dataset(self, card: DatasetCard) -> DatasetView:
+        """Register a dataset whose files already lie in `settings.dataset_dir(card.id)`."""
+        with transaction(self.engine) as session:
+            row = session.scalars(
+                insert(DatasetRow)
+                .values(id=card.id, card=card.model_dump(mode="json"))
+                .returning(DatasetRow)
+            ).one()
+            return _dataset_view(row)
+
+    def dataset(self, dataset_id: str) -> DatasetView:
+        """Return a dataset; raises NotFound."""
+        with transaction(self.engine) as session:
+            row = session.get(DatasetRow, dataset_id)
+            if row is None:
+                raise NotFound("dataset", dataset_id)
+            return _dataset_view(row)
+
+    def list_datasets(self, *, cursor: str | None = None, limit: int = 50) -> Page[DatasetView]:
+        """Return datasets, newest first; raises InvalidInput for a limit outside of 1 to 500."""
+        query = select(DatasetRow).order_by(DatasetRow.id.desc())
+        if cursor is not None:
+            query = query.where(DatasetRow.id < cursor)
+        with transaction(self.engine) as session:
+            rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
+        items = [_dataset_view(row) for row in rows[:limit]]
+        return Page(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
+
+    # Jobs
+
+    def create_job(
+        self,
+        spec: TeacherSpec | DistillSpec,
+        *,
+        plan: dict[str, Any] | None = None,
+        recipe: Recipe | None = None,
+        idempotency_key: str | None = None,
+    ) -> tuple[JobView, bool]:
+        """Store a job; return it and whether it is new: send it after that if it is `queued`.
+
+        `recipe` is the one chosen where the spec says `auto`. The same key with the same spec gives
+        the same job again. Raises InvalidInput for references that do not exist or do not match, for a
+        teacher job that has failed, and for a key used with another spec.
+        """
+        with transaction(self.engine) as session:
+            job_id, created = job_queries.create(
+                session, spec, plan=plan, recipe=recipe, idempotency_key=idempotency_key
+            )
+            return job_queries.view(session, job_id), created
+
+    def create_chain(
+        self,
+        chain: ChainSpec,
+        *,
+        teacher: Planned = Planned(),
+        distill: Planned = Planned(),
+        idempotency_key: str | None = None,
+    ) -> tuple[JobView, bool]:
+        """Store both jobs of a chain or neither; return the teacher job and whether they are new.
+
+        Raises what `create_job` raises; its field then begins with the part, `teacher` or `distill`.
+        """
+        with transaction(self.engine) as session:
+            teacher_id, created = job_queries.create_chain(
+                session, chain, teacher=teacher, distill=distill, idempotency_key=idempotency_key
+            )
+            return job_queries.view(session, teacher_id), created
+
+    def job(self, job_id: str) -> JobView:
+        """Return everything known of a job; raises NotFound."""
+        with transaction(self.engine) as session:
+            return job_queries.view(session, job_id)
+
+    def list_jobs(
+        self,
+        *,
+        state: JobState | None = None,
+        kind: Kind | None = None,
+        cursor: str | None = None,
+        limit: int = 50,
+    ) -> Page[JobSummary]:
+        """Return jobs, newest first; raises InvalidInput for a limit outside of 1 to 500."""
+        with transaction(self.engine) as session:
+            return job_queries.list_page(
+                session, state=state, kind=kind, cursor=cursor, limit=limit
+            )
+
+    def events(self, job_id: str, *, after_seq: int = 0, limit: int = 100) -> list[EventView]:
+        """Return events of a job after one of them, in order; raises NotFound."""
+        with transaction(self.engine) as session:
+            return job_queries.events(session, job_id, after_seq=after_seq, limit=limit)
+
+    def attempts(self, job_id: str) -> list[AttemptView]:
+        """Return the attempts of a job in order; raises NotFound."""
+        with transaction(self.engine) as session:
+            return job_queries.attempts(session, job_id)
+
+    def plan_errors(self, *, limit: int = 100) -> list[PlanError]:
+        """Return how far the plans of the last succeeded jobs were off, by device and phase."""
+        with transaction(self.engine) as session:
+            return job_queries.plan_errors(session, limit=limit)
+
+    def request_cancel(self, job_id: str) -> JobView:
+        """Cancel a job that has not started, or ask the worker of a running one to stop.
+
+        Asking again is harmless. Raises NotFound, and InvalidTransition for a job that has ended
+        otherwise.
+        """
+        with transaction(self.engine) as session:
+            job_queries.request_cancel(session, job_id)
+            return job_queries.view(session, job_id)
+
+    def retry(
+        self,
+        job_id: str,
+        *,
+        recipe_changes: dict[str, Any] | None = None,
+        training_changes: dict[str, Any] | None = None,
+        plan: dict[str, Any] | None = None,
+        idempotency_key: str | None = None,
+    ) -> tuple[JobView, bool]:
+        """Store a new job that repeats a failed or cancelled one and goes on from its checkpoints.
+
+        Distillations that failed with a teacher are stored anew with it, and wait for it. Returns the
+        job and whether it is new, as `create_job` does.
+        Raises NotFound, InvalidTransition, InvalidInput; send the new job after that if it is `queued`.
+        """
+        with transaction(self.engine) as session:
+            new, created = retries.retry(
+                session,
+                job_id,
+                recipe_changes=recipe_changes or {},
+                training_changes=training_changes or {},
+                plan=plan,
+                idempotency_key=idempotency_key,
+            )
+            return job_queries.view(session, new), created
+
+    # Attempts: what workers do
+
+    def claim(
+        self, job_id: str, *, worker: str, lease_seconds: float, token: str | None = None
+    ) -> Claim | None:
+        """Take a queued job for this worker, or return None: a duplicate message, or no such job.
+
+        Asked again with the same `token`, after Unavailable, it returns the claim that was made.
+        """
+        with transaction(self.engine) as session:
+            taken = attempt_queries.claim(
+                session,
+                job_id,
+                worker=worker,
+                token=token or new_token(),
+                lease_seconds=lease_seconds,
+            )
+        return None if taken is None else make_claim(taken, settings=self.settings)
+
+    def heartbeat(
+        self,
+        claim: Claim,
+        *,
+        phase: Phase | None = None,
+        progress: dict[str, Any] | None = None,
+        lease_seconds: float,
+    ) -> Beat:
+        """Renew the lease and copy progress (fields of rundir.ProgressRecord) to the job."""
+        with transaction(self.engine) as session:
+            return attempt_queries.heartbeat(
+                session,
+                claim.job_id,
+                token=claim.token,
+                phase=phase,
+                progress=progress,
+                lease_seconds=lease_seconds,
+            )
+
+    def finish(self, claim: Claim, outcome: Outcome) -> Finished:
+        """Apply how the attempt ended, and everything that follows, in one transaction.
+
+        Not applied when the lease was lost: then the result is to be discarded. May be asked again
+        after Unavailable, when nobody knows whether the commit arrived. An outcome that
+        succeeded has its report, and its artifact in `settings.model_dir(claim.model_id)`.
+        """
+        with transaction(self.engine) as session:
+            return attempt_queries.finish(
+                session,
+                claim.job_id,
+                attempt=claim.attempt,
+                token=claim.token,
+                outcome=outcome,
+            )
+
+    def hand_back(self, claim: Claim) -> Finished:
+        """Queue the job again without using up an attempt: this worker shuts down."""
+        message = "Handed back by a worker that shuts down."
+        return self.finish(claim, Outcome(end=End.HANDED_BACK, message=message))
+
+    # What the sweep does
+
+    def end_lost_attempts(self, *, now: datetime | None = None, limit: int = 100) -> list[Ticket]:
+        """End attempts whose lease ran out, by the database's clock or by `now`; return what to send."""
+        with transaction(self.engine) as session:
+            return attempt_queries.end_lost(session, now=now, limit=limit)
+
+    def overdue_jobs(
+        self, kind: Kind, *, sent_before: datetime | timedelta, limit: int = 100
+    ) -> list[Ticket]:
+        """Mark the longest queued jobs that were last sent before a moment (or an age) as sent now."""
+        with transaction(self.engine) as session:
+            return attempt_queries.overdue(session, kind, sent_before=sent_before, limit=limit)
+
+    def attempts_without_result(self, attempts: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Return those of (job id, attempt) that are over and have made no model."""
+        with transaction(self.engine) as session:
+            return attempt_queries.without_result(session, attempts)
+
+    def succeeded_among(self, job_ids: list[str]) -> list[str]:
+        """Return those of the jobs that have succeeded."""
+        with transaction(self.engine) as session:
+            return attempt_queries.succeeded_among(session, job_ids)
+
+    # Models and promotions
+
+    def model(self, model_id: str) -> ModelView:
+        """Return a model by its id or its job's; raises NotFound, Conflict for a job without one."""
+        with transaction(self.engine) as session:
+            return model_queries.view(session, model_id, settings=self.settings)
+
+    def list_models(
+        self, *, kind: Kind | None = None, cursor: str | None = None, limit: int = 50
+    ) -> Page[ModelView]:
+        """Return models, newest job first; raises InvalidInput for a limit outside of 1 to 500."""
+        with transaction(self.engine) as session:
+            return model_queries.list_page(
+                session, kind=kind, cursor=cursor, limit=limit, settings=self.settings
+            )
+
+    def promote(
+        self,
+        model_id: str,
+        *,
+        alias: str = model_queries.DEFAULT_ALIAS,
+        force: bool = False,
+        reason: str | None = None,
+    ) -> PromotionView:
+        """Let an alias serve this model from now on.
+
+        Raises NotFound; Conflict for a job without a model or an artifact that is gone; GateNotPassed
+        without `force`; InvalidInput for `force` without a reason or an impossible alias.
+        """
+        with transaction(self.engine) as session:
+            model = model_queries.view(session, model_id, settings=self.settings)
+            if not (model.path / MANIFEST).is_file():
+                raise Conflict(f"The artifact of model {model.id} is no longer at {model.path}.")
+            return model_queries.promote(session, model, alias=alias, force=force, reason=reason)
+
+    def promotions(
+        self, *, alias: str | None = None, cursor: str | None = None, limit: int = 50
+    ) -> Page[PromotionView]:
+        """Return promotions, newest first; raises InvalidInput for a wrong cursor or limit."""
+        with transaction(self.engine) as session:
+            return model_queries.promotions(session, alias=alias, cursor=cursor, limit=limit)
+
+    def active(self, alias: str = model_queries.DEFAULT_ALIAS) -> PromotionView | None:
+        """Return the promotion that an alias serves, or None before the first."""
+        with transaction(self.engine) as session:
+            return model_queries.active(session, alias)
+
+    def report_served(self, promotion_id: str, *, engine: str) -> None:
+        """Record that the API serves a promotion, with which engine; said again, it is kept once."""
+        with transaction(self.engine) as session:
+            model_queries.record_serving(session, promotion_id, engine=engine)
+
+    def report_refused(self, promotion_id: str, why: str, *, transient: bool) -> None:
+        """Record that the API refuses to serve a promotion; `transient` ones are tried again."""
+        with transaction(self.engine) as session:
+            model_queries.record_serving(session, promotion_id, refused=why, transient=transient)
+
+    def set_int8_gate(self, model_id: str, gate: Int8Gate) -> None:
+        """Record whether a model may be served in 8 bits."""
+        with transaction(self.engine) as session:
+            model_queries.set_int8_gate(session, model_id, gate)
+
+
+def _dataset_view(row: DatasetRow) -> DatasetView:
+    return DatasetView.model_validate({**row.card, "created_at": row.created_at})

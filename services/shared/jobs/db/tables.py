@@ -1,0 +1,282 @@
+"""The tables. What must never be stored is refused by CHECK constraints, not by good manners.
+
+datasets    one row per validated upload
+jobs        one row per request; state, lease and the last known progress
+attempts    one row per claim of a job by a worker
+events      what happened to a job, in order; read by the event stream
+models      one row per successful job
+promotions  appended only: which model an alias serves from then on
+servings    appended only: what became of a promotion when the API loaded the model
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    ForeignKey,
+    Identity,
+    Index,
+    MetaData,
+    func,
+    text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from services.shared.jobs.db.column_types import CleanJson, CleanText
+from services.shared.jobs.views import Kind
+
+
+class Table(DeclarativeBase):
+    """What all tables share: column types and names of constraints."""
+
+    metadata = MetaData(
+        naming_convention={
+            "pk": "%(table_name)s_pkey",
+            "fk": "%(table_name)s_%(column_0_name)s_fkey",
+            "uq": "%(table_name)s_%(column_0_name)s_key",
+            "ck": "%(table_name)s_%(constraint_name)s",
+            "ix": "%(table_name)s_%(column_0_N_name)s_idx",
+        }
+    )
+    type_annotation_map = {
+        str: CleanText,
+        dict[str, Any]: CleanJson,
+        list[dict[str, Any]]: CleanJson,
+        datetime: DateTime(timezone=True),
+    }
+
+
+# Conditions of partial indexes. Queries use the same text: with a bound parameter in place of the
+# state, Postgres cannot tell that a prepared statement may use the index.
+IS_QUEUED = text("state = 'queued'")
+IS_LEASED = text("state IN ('running', 'cancelling')")
+
+
+class DatasetRow(Table):
+    """A validated dataset; its files lie under its id in the datasets directory."""
+
+    __tablename__ = "datasets"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    card: Mapped[dict[str, Any]]  # datasets.card.DatasetCard
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class JobRow(Table):
+    """A job. Only `moves.move` writes `state`."""
+
+    __tablename__ = "jobs"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[Kind] = mapped_column(CleanText)
+    name: Mapped[str | None]
+    state: Mapped[str]
+    phase: Mapped[str | None]
+    reason: Mapped[str | None]
+    message: Mapped[str | None]
+
+    spec: Mapped[dict[str, Any]]  # spec.TeacherSpec | spec.DistillSpec
+    recipe: Mapped[dict[str, Any]]  # spec.Recipe of the next attempt, `auto` resolved
+    plan: Mapped[dict[str, Any] | None]
+    progress: Mapped[dict[str, Any] | None]
+    metrics: Mapped[dict[str, Any] | None]
+    measured: Mapped[dict[str, Any] | None]
+    observed: Mapped[dict[str, Any] | None]
+    diagnosis: Mapped[dict[str, Any] | None]
+
+    dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
+    parent_job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
+    teacher_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id", use_alter=True))
+    retry_of: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
+
+    attempt: Mapped[int] = mapped_column(server_default="0")  # number of the last one
+    used_attempts: Mapped[int] = mapped_column(server_default="0")  # less those handed back
+    max_attempts: Mapped[int]
+    worker: Mapped[str | None]
+    token: Mapped[str | None]
+    lease_until: Mapped[datetime | None]
+
+    idempotency_key: Mapped[str | None] = mapped_column(unique=True)
+    spec_sha256: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    sent_at: Mapped[datetime | None]
+    started_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        CheckConstraint("kind IN ('teacher', 'distill')", name="kind_known"),
+        CheckConstraint(
+            "state IN ('waiting', 'queued', 'running', 'cancelling', "
+            "'succeeded', 'failed', 'cancelled')",
+            name="state_known",
+        ),
+        CheckConstraint(
+            "(state IN ('succeeded', 'failed', 'cancelled')) = (ended_at IS NOT NULL)",
+            name="ended_when_terminal",
+        ),
+        CheckConstraint(
+            "(state IN ('failed', 'cancelled')) = (reason IS NOT NULL)",
+            name="reason_when_not_succeeded",
+        ),
+        CheckConstraint(
+            "(state IN ('running', 'cancelling')) = (token IS NOT NULL) "
+            "AND (token IS NULL) = (lease_until IS NULL) AND (token IS NULL) = (worker IS NULL)",
+            name="leased_while_running",
+        ),
+        CheckConstraint(
+            "state <> 'waiting' OR (parent_job_id IS NOT NULL AND teacher_model_id IS NULL)",
+            name="waits_for_a_parent",
+        ),
+        CheckConstraint(
+            "state NOT IN ('running', 'cancelling', 'succeeded') "
+            "OR (attempt >= 1 AND started_at IS NOT NULL)",
+            name="started_when_running",
+        ),
+        CheckConstraint(
+            "0 <= used_attempts AND used_attempts <= attempt AND max_attempts >= 1 "
+            "AND used_attempts <= max_attempts",
+            name="attempts_in_bounds",
+        ),
+        CheckConstraint("parent_job_id <> id AND retry_of <> id", name="not_its_own_relative"),
+        Index("jobs_state_id_idx", "state", "id"),
+        Index("jobs_kind_state_id_idx", "kind", "state", "id"),
+        Index("jobs_kind_id_idx", "kind", "id"),
+        Index(
+            "jobs_parent_job_id_idx",
+            "parent_job_id",
+            postgresql_where=text("parent_job_id IS NOT NULL"),
+        ),
+        Index(
+            "jobs_queued_idx",
+            "kind",
+            "sent_at",
+            "id",
+            postgresql_where=IS_QUEUED,
+        ),
+        Index(
+            "jobs_leased_idx",
+            "lease_until",
+            postgresql_where=IS_LEASED,
+        ),
+    )
+
+
+class AttemptRow(Table):
+    """One run of a job by one worker."""
+
+    __tablename__ = "attempts"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    worker: Mapped[str]
+    recipe: Mapped[dict[str, Any]]
+    started_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    ended_at: Mapped[datetime | None]
+    ending: Mapped[str | None]  # outcome.End, or "lost"
+    reason: Mapped[str | None]
+    message: Mapped[str | None]
+    exit_code: Mapped[int | None]
+    failed_rank: Mapped[int | None]
+    measured: Mapped[dict[str, Any] | None]
+    observed: Mapped[dict[str, Any] | None]
+    diagnosis: Mapped[dict[str, Any] | None]
+    plan: Mapped[dict[str, Any] | None]
+    failure: Mapped[dict[str, Any] | None]  # of the rank to blame
+
+    __table_args__ = (
+        CheckConstraint("number >= 1", name="number_positive"),
+        CheckConstraint("(ended_at IS NULL) = (ending IS NULL)", name="ending_when_ended"),
+    )
+
+
+class EventRow(Table):
+    """Something that happened to a job.
+
+    Whoever appends holds the lock of the job's row, so a job's events commit in order of `seq`.
+    """
+
+    __tablename__ = "events"
+
+    seq: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    attempt: Mapped[int]
+    type: Mapped[str]  # views.EventType
+    data: Mapped[dict[str, Any]]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (
+        CheckConstraint("type IN ('state', 'phase', 'evaluation')", name="type_known"),
+        Index("events_job_id_seq_idx", "job_id", "seq"),
+    )
+
+
+class ModelRow(Table):
+    """The result of a successful job; its files lie under its id in the models directory."""
+
+    __tablename__ = "models"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
+    kind: Mapped[Kind] = mapped_column(CleanText)
+    name: Mapped[str | None]
+    dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
+    teacher_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
+    heads: Mapped[list[dict[str, Any]]]  # name, type, labels
+    parameters: Mapped[int] = mapped_column(BigInteger)
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    manifest_sha256: Mapped[str | None]
+    metrics: Mapped[dict[str, Any]]  # rundir.Report.evaluation
+    gate: Mapped[dict[str, Any] | None]  # promotion.GateResult
+    int8_gate: Mapped[dict[str, Any] | None]  # promotion.Int8Gate, once it was prepared for 8 bits
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (
+        CheckConstraint("kind IN ('teacher', 'distill')", name="kind_known"),
+        CheckConstraint("parameters >= 0 AND size_bytes >= 0", name="counts_not_negative"),
+    )
+
+
+class PromotionRow(Table):
+    """From here on the alias serves this model; a trigger refuses UPDATE and DELETE."""
+
+    __tablename__ = "promotions"
+
+    seq: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    id: Mapped[str] = mapped_column(unique=True)
+    alias: Mapped[str]
+    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
+    forced: Mapped[bool]
+    reason: Mapped[str | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (
+        CheckConstraint("NOT forced OR reason IS NOT NULL", name="force_has_a_reason"),
+        Index("promotions_alias_seq_idx", "alias", "seq"),
+        Index("promotions_model_id_idx", "model_id"),
+    )
+
+
+class ServingRow(Table):
+    """One process of the API serves a promotion, or refuses to; a trigger refuses UPDATE and DELETE."""
+
+    __tablename__ = "servings"
+
+    seq: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    promotion_id: Mapped[str] = mapped_column(ForeignKey("promotions.id"))
+    outcome: Mapped[Literal["served", "refused"]] = mapped_column(CleanText)
+    engine: Mapped[str | None]  # that serves it
+    why: Mapped[str | None]  # it was refused
+    transient: Mapped[bool]  # it is tried again
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (
+        CheckConstraint("outcome IN ('served', 'refused')", name="outcome_known"),
+        CheckConstraint("(outcome = 'served') = (engine IS NOT NULL)", name="served_by_an_engine"),
+        CheckConstraint("(outcome = 'refused') = (why IS NOT NULL)", name="refused_for_a_reason"),
+        Index("servings_promotion_id_seq_idx", "promotion_id", "seq"),
+    )

@@ -1,7 +1,0 @@
-"""`python -m services.shared.jobs.migrations`: migrate STILLHOUSE_DATABASE_URL and leave."""
-
-from __future__ import annotations
-
-from services.shared.jobs.migrations.upgrade import database_url_of_environment, migrate
-
-migrate(database_url_of_environment())

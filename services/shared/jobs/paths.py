@@ -1,0 +1,48 @@
+"""Where the things that the database names lie on disk, and nothing outside of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.run_directory import COMPLETE, RunDirectory
+from services.shared.jobs.settings import JobSettings
+
+
+def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
+    """Return the real directory that a spec's model path names, below one of the model roots.
+
+    A relative path is looked for below each root in turn. Links are followed before the comparison,
+    so neither `..` nor a link leads out. Raises InvalidInput naming the field.
+    """
+    real_roots = [root.resolve() for root in roots]
+    for root in real_roots:
+        candidate = _real_directory(root / path)  # an absolute path replaces the root
+        if candidate and any(candidate.is_relative_to(real) for real in real_roots):
+            return candidate
+    where = ", ".join(str(root) for root in roots) or "none is set (STILLHOUSE_MODEL_ROOTS)"
+    raise InvalidInput(
+        f"{field}: there is no directory {path[:200]!r} below the model roots of this server ({where})",
+        field=field,
+    )
+
+
+def latest_checkpoints(settings: JobSettings, attempts: list[tuple[str, int]]) -> Path | None:
+    """Return the checkpoints directory of the first of (job id, attempt) with one to resume from.
+
+    Best weights alone (best-*) are none: an attempt that kept some and was then killed has read its
+    step from an earlier attempt's checkpoint.
+    """
+    for job_id, attempt in attempts:
+        checkpoints = RunDirectory(settings.run_dir(job_id, attempt)).checkpoints
+        if any(checkpoints.glob(f"step-*/{COMPLETE}")):
+            return checkpoints
+    return None
+
+
+def _real_directory(path: Path) -> Path | None:
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):  # absent, too long, with a NUL, a loop of links
+        return None
+    return real if real.is_dir() else None

@@ -1,0 +1,99 @@
+"""The shapes of the models that a spec names, as the memory plan reads them; no weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from services.shared.datasets.card import Head, HeadType
+from services.shared.jobs.spec import ModelSource, TrainedTokenizer
+from services.shared.memory.architecture import shape
+from services.shared.memory.architecture.dimensions import BERT_LIKE, Family
+
+_heads: TypeAdapter[list[Head]] = TypeAdapter(list[Head])
+
+
+def read_heads(directory: Path, student: Sequence[Head]) -> list[Head] | None:
+    """Return the heads of an artifact of ours, or the one of a classifier made elsewhere.
+
+    That one has no name: it takes the name of the student's only head. None where the files do not
+    say, or cannot be read.
+    """
+    try:
+        if (directory / "heads.json").exists():
+            return _heads.validate_python(_read(directory / "heads.json")["heads"])
+        config = _read(directory / "config.json")
+        names = config["id2label"]
+        labels = [str(names[number]) for number in sorted(names, key=int)]
+        many = config.get("problem_type") == "multi_label_classification"
+        kind = HeadType.MULTI_LABEL if many else HeadType.SINGLE_LABEL
+        name = student[0].name if len(student) == 1 else "labels"
+        return [Head(name=name, type=kind, labels=labels)]
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, ValidationError):
+        return None
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
+
+
+ENCODERS = BERT_LIKE | {Family.MODERNBERT}
+# As in model.artifact, which cannot be imported here: that room loads torch.
+_HEADS_FILE = "heads.json"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What runs beside a student; `whole_only` where our ranks cannot shard it."""
+
+    shape: shape.Shape
+    whole_only: bool = False
+
+
+def shape_of(
+    source: ModelSource,
+    *,
+    directory: Path | None,
+    classes: Sequence[int],
+    teacher: shape.Shape | None = None,
+) -> shape.Shape:
+    """Return the shape of a model source with a head for each of `classes`.
+
+    `directory` is where `source.path` or `source.model_id` lies; `teacher` lends its vocabulary to a
+    student that starts from a config. Raises memory's InvalidInput for an
+    architecture that is not known and for a config that leaves sizes to defaults.
+    """
+    if directory is not None:
+        return shape.from_pretrained_directory(directory, heads=classes)
+    assert source.config is not None
+    config = dict(source.config)
+    if isinstance(source.tokenizer, TrainedTokenizer):
+        config["vocab_size"] = source.tokenizer.vocab_size
+    elif source.tokenizer == "teacher" and teacher is not None:
+        config["vocab_size"] = teacher.dims.vocab_size
+    return shape.from_config(config, heads=classes, name=str(config["model_type"]))
+
+
+def student_shape(
+    source: ModelSource, *, directory: Path | None, classes: Sequence[int], teacher: shape.Shape
+) -> shape.Shape:
+    """Return the shape of a student, which may be cut from its teacher. Raises memory's InvalidInput."""
+    if source.layers_of_teacher is None:
+        return shape_of(source, directory=directory, classes=classes, teacher=teacher)
+    kept = -(-teacher.num_layers // source.layers_of_teacher)
+    return teacher.with_layers(kept).with_heads(classes)
+
+
+def read_teacher(directory: Path, *, classes: Sequence[int]) -> Teacher:
+    """Return a teacher that lies in `directory`. Raises memory's InvalidInput.
+
+    An encoder classifier made elsewhere has its own head, which the ranks do not take apart.
+    """
+    found = shape.from_pretrained_directory(directory, heads=classes)
+    made_here = (directory / _HEADS_FILE).exists()
+    return Teacher(found, whole_only=not made_here and found.dims.family in ENCODERS)

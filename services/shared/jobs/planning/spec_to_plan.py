@@ -1,0 +1,308 @@
+"""From what a job asks for to its memory plan: the one place where `jobs.spec` meets `memory`.
+
+The plan is made for the largest micro-batch that the job may meet: texts of `training.max_length`
+tokens, as many as the token budget holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from importlib import metadata
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.shared.jobs.errors import DoesNotFit
+from services.shared.jobs.planning.model_shapes import ENCODERS, Teacher
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, Training
+from services.shared.memory import hardware, recipe
+from services.shared.memory.architecture import shape
+from services.shared.memory.cgroup import host_memory_bytes
+from services.shared.memory.errors import InvalidInput
+from services.shared.memory.planning import alternatives
+from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
+from services.shared.memory.planning.frozen_teacher import Beside, Placement
+from services.shared.memory.planning.plan import Plan, Verdict, plan, plan_distillation
+from services.shared.memory.sizes import format_size, parse_size
+
+# The fields that both recipes have, under one name and with the same values.
+_SHARED = tuple(name for name in Recipe.model_fields if name in recipe.Recipe.__dataclass_fields__)
+_FIRST_WITH_FSDP2 = (2, 6)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The plan of one job, and the recipe it will run with: `auto` is resolved here."""
+
+    plan: dict[str, Any]
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Unplanned:
+    """A job that may train all the same, but nobody can say how large it is."""
+
+    field: str  # of the spec: the model whose shape or activations are not known
+    why: str
+
+
+def plan_job(
+    spec: TeacherSpec | DistillSpec,
+    *,
+    model: shape.Shape,
+    teacher: Teacher | None,
+    machine: hardware.Hardware,
+    engine: recipe.Engine,
+) -> JobPlan:
+    """Plan a job and choose its recipe. Raises DoesNotFit, with the plan and what would fit.
+
+    `model` is what is trained, `teacher` what a distillation runs beside it. With `recipe: auto` an
+    alternative is taken where the defaults do not fit well; with `teacher_placement: auto` the
+    teacher lies whole on every rank where that fits well; with `allow_overcommit` nothing is
+    refused. Raises memory's InvalidInput for what cannot be planned.
+    """
+    wanted = spec.recipe if isinstance(spec.recipe, Recipe) else Recipe()
+    memory_recipe = to_memory_recipe(
+        wanted, spec.training, model=model, ranks=machine.ranks, engine=engine
+    )
+    own, beside = _plan(spec, model, teacher, memory_recipe, machine)
+    offered = alternatives.alternatives(model, memory_recipe, machine, teacher=beside)
+    chosen, chosen_recipe = own, wanted
+    placement = None if beside is None else beside.placement
+    alternative = _choose(spec, own, offered, memory_recipe) if spec.recipe == "auto" else None
+    if alternative is not None:
+        chosen = alternative.plan
+        changes = to_spec_changes(alternative.changes, memory_recipe)
+        assert changes is not None
+        moved, changes = split_changes(changes)
+        placement = placement if moved is None else Placement(moved)
+        chosen_recipe = Recipe.model_validate(wanted.model_dump() | changes)
+    document = chosen.to_json([a.to_json() for a in offered])
+    if placement is not None:
+        document["teacher_placement"] = str(placement)  # the ranks do as planned
+    if not chosen.runs and not spec.allow_overcommit:
+        raise DoesNotFit(_refusal(chosen, offered), document)
+    return JobPlan(document, chosen_recipe)
+
+
+def to_memory_recipe(
+    wanted: Recipe,
+    training: Training,
+    *,
+    model: shape.Shape,
+    ranks: int,
+    engine: recipe.Engine,
+) -> recipe.Recipe:
+    """Return how the ranks will run a spec's recipe, in the memory plan's words."""
+    tokens = micro_batch_tokens(training, wanted)
+    micro_batch = max(1, tokens // training.max_length)
+    texts_a_rank = -(-training.batch_size // ranks)
+    micro_batch = min(micro_batch, texts_a_rank)
+    shared = {name: getattr(wanted, name) for name in _SHARED}
+    told = recipe.Recipe().with_changes(
+        {name: str(v) if isinstance(v, Enum) else v for name, v in shared.items()}
+        | {
+            # Replicas are units over groups of one rank, not DDP: see fsdp/shard.py.
+            "engine": engine,
+            "micro_batch": micro_batch,
+            "sequence_length": training.max_length,
+            "accumulate": -(-texts_a_rank // micro_batch),
+        }
+    )
+    return as_the_ranks_run(told, model)
+
+
+def as_the_ranks_run(
+    wanted: recipe.Recipe, model: shape.Shape, *, padded: bool = True, on_cpu: bool = False
+) -> recipe.Recipe:
+    """Return a recipe of the memory plan with what our ranks do whatever it says.
+
+    `padded` says that texts of a micro-batch differ in length, so that an encoder needs a mask;
+    eager attention makes one for decoders anyway.
+    """
+    fsdp2 = wanted.engine is recipe.Engine.FSDP2
+    # The ranks prefetch in backward under FSDP1, but on a CPU; FSDP2 always does.
+    prefetches = not fsdp2 and not on_cpu and wanted.sharding is not recipe.Sharding.NONE
+    eager = wanted.attention is recipe.Attention.EAGER
+    masked = padded if model.dims.family in ENCODERS else eager
+    return wanted.with_changes(
+        {
+            "reshard_root": fsdp2,
+            "prefetch": "pre" if prefetches else "none",
+            "attention_mask": masked,
+            "reduce_each": True,
+            "loading": "sliced",
+            "upcast_after_wrap": False,
+            "data_workers": 0,
+        }
+    )
+
+
+def beside_of(teacher: Teacher, student: recipe.Recipe, placement: Placement) -> Beside:
+    """Return a teacher as it lies beside a student that runs with a recipe."""
+    masked = as_the_ranks_run(student, teacher.shape).attention_mask
+    return Beside(teacher.shape, placement, masked=masked, whole_only=teacher.whole_only)
+
+
+def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
+    """Return a recipe of the memory plan as a spec's, which says neither engine nor micro-batches.
+
+    Raises InvalidInput for what our ranks cannot do.
+    """
+    values = {name: getattr(wanted, name) for name in _SHARED}
+    try:
+        return Recipe.model_validate(
+            {name: str(v) if isinstance(v, Enum) else v for name, v in values.items()}
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        raise InvalidInput(
+            field, f"the ranks have no {values[field]}", accepted=first["ctx"]["expected"]
+        ) from error
+
+
+def to_spec_changes(changes: dict[str, Any], base: recipe.Recipe) -> dict[str, Any] | None:
+    """Return an alternative's changes as a retry takes them, or None where ranks cannot do it.
+
+    Those are fields of `spec.Recipe`, and `teacher_placement`.
+    """
+    found: dict[str, Any] = {}
+    for name, value in changes.items():
+        if name == "micro_batch":
+            found["micro_batch_tokens"] = value * base.sequence_length
+        elif name in _SHARED or name == TEACHER_PLACEMENT:
+            found[name] = value
+        elif name != "accumulate":  # follows from the micro-batch and the global batch
+            return None
+    return found
+
+
+def split_changes(changes: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Return where a change puts the teacher (None: where it is), and the fields of the recipe."""
+    own = {name: value for name, value in changes.items() if name != TEACHER_PLACEMENT}
+    return changes.get(TEACHER_PLACEMENT), own
+
+
+def micro_batch_tokens(training: Training, chosen: Recipe) -> int:
+    """Return the most padded tokens that one rank holds in one forward pass."""
+    return min(
+        training.micro_batch_tokens, chosen.micro_batch_tokens or training.micro_batch_tokens
+    )
+
+
+def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardware.Hardware:
+    """Return the hardware that a spec declares. Raises memory's InvalidInput."""
+    resources = spec.resources
+    named = resources.host_memory or settings.host_memory
+    host = parse_size(named, field="host_memory") if named else host_memory_bytes()
+    device = (
+        parse_size(resources.device_memory, field="device_memory")
+        if resources.device_memory
+        else None
+    )
+    if hardware.find_device(resources.device).name == "cpu":
+        # On a CPU the ranks share the host, which is their device.
+        if device is None and host is not None:
+            device = host // resources.ranks
+        host = None
+    elif not named:
+        host = None  # this process may stand on another machine than the workers
+    return hardware.machine(
+        resources.device,
+        ranks=resources.ranks,
+        device_memory_bytes=device,
+        host_memory_bytes=host,
+    )
+
+
+def engine_of(settings: JobSettings) -> recipe.Engine:
+    """Return what shards on the ranks: as set, or as the torch that is installed here would."""
+    if settings.engine is not None:
+        return recipe.Engine(settings.engine)
+    try:
+        major, minor = metadata.version("torch").split(".")[:2]
+    except (metadata.PackageNotFoundError, ValueError):
+        return recipe.Engine.FSDP2
+    return (
+        recipe.Engine.FSDP2
+        if (int(major), int(minor)) >= _FIRST_WITH_FSDP2
+        else recipe.Engine.FSDP1
+    )
+
+
+def _plan(
+    spec: TeacherSpec | DistillSpec,
+    model: shape.Shape,
+    teacher: Teacher | None,
+    memory_recipe: recipe.Recipe,
+    machine: hardware.Hardware,
+) -> tuple[Plan, Beside | None]:
+    """Return the plan, and how a teacher lies in it: whole on every rank only where that fits well."""
+    if teacher is None:
+        return plan(model, memory_recipe, machine), None
+    assert isinstance(spec, DistillSpec)
+    wanted = spec.distillation.teacher_placement
+    if wanted == "sharded" and teacher.whole_only:
+        raise InvalidInput(
+            TEACHER_PLACEMENT,
+            "an encoder classifier made elsewhere cannot be sharded",
+            accepted=("replicated", "auto"),
+        )
+    whole = beside_of(teacher, memory_recipe, Placement.REPLICATED)
+    if wanted != "sharded" or teacher.whole_only:
+        planned = plan_distillation(whole, model, machine, student_recipe=memory_recipe)
+        comfortable = planned.runs and planned.verdict is Verdict.FITS
+        if wanted == "replicated" or teacher.whole_only or comfortable:
+            return planned, whole
+    sharded = replace(whole, placement=Placement.SHARDED)
+    return plan_distillation(sharded, model, machine, student_recipe=memory_recipe), sharded
+
+
+def _choose(
+    spec: TeacherSpec | DistillSpec,
+    own: Plan,
+    offered: Sequence[alternatives.Alternative],
+    memory_recipe: recipe.Recipe,
+) -> alternatives.Alternative | None:
+    """Return what `recipe: auto` changes: what fits well and computes the same, else what fits at all.
+
+    A placement that the spec names is not changed.
+    """
+    if own.runs and own.verdict is Verdict.FITS:
+        return None
+    named = isinstance(spec, DistillSpec) and spec.distillation.teacher_placement != "auto"
+    possible = [
+        alternative
+        for alternative in offered
+        if to_spec_changes(alternative.changes, memory_recipe) is not None
+        and not (named and TEACHER_PLACEMENT in alternative.changes)
+    ]
+    for alternative in possible:
+        if alternative.lossless and alternative.plan.verdict is Verdict.FITS:
+            return alternative
+    return None if own.runs or not possible else possible[0]
+
+
+def _refusal(refused: Plan, offered: Sequence[alternatives.Alternative]) -> str:
+    where = f"{refused.peak_phase} of step {refused.peak.step}"
+    if refused.verdict is Verdict.DOES_NOT_FIT:
+        said = (
+            f"The job needs {format_size(refused.peak_bytes)} on each rank ({where}), "
+            f"{format_size(-refused.headroom_bytes)} more than a "
+            f"{refused.hardware.device.name} gives to tensors "
+            f"({format_size(refused.budget_bytes)})."
+        )
+    else:
+        assert refused.hardware.host_memory_bytes is not None
+        said = (
+            f"The job needs {format_size(refused.host.peak_bytes)} of host memory, which has "
+            f"{format_size(refused.hardware.host_memory_bytes)}."
+        )
+    if not offered:
+        return f"{said} No change that is known would make it fit."
+    first = offered[0]
+    return f"{said} It fits with: {first.change} ({format_size(first.plan.peak_bytes)})."

@@ -1,0 +1,274 @@
+"""From a memory failure of our own ranks to a diagnosis, and to the remedy that fits.
+
+Nothing has to be guessed about a job of ours: the case is filled from its spec, its recipe, and what
+its ranks recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from services.shared.datasets.card import DatasetCard
+from services.shared.jobs.planning.model_shapes import (
+    Teacher,
+    read_teacher,
+    shape_of,
+    student_shape,
+)
+from services.shared.jobs.planning.spec_to_plan import (
+    beside_of,
+    engine_of,
+    machine_of,
+    plan_job,
+    split_changes,
+    to_memory_recipe,
+    to_spec_changes,
+)
+from services.shared.jobs.run_directory import MemoryRecord, RunDirectory, read_records
+from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import (
+    DistillSpec,
+    Precision,
+    Recipe,
+    TeacherSpec,
+    TrainedTokenizer,
+)
+from services.shared.jobs.views import Claim
+from services.shared.launch.aftermath.outcome import Blame, PostMortem
+from services.shared.memory.architecture.shape import Shape
+from services.shared.memory.errors import InvalidInput
+from services.shared.memory.forensics.case import Case
+from services.shared.memory.forensics.diagnose import diagnose
+from services.shared.memory.forensics.diagnosis import Cause
+from services.shared.memory.forensics.remedies import cured_by_recipe
+from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT, alternatives
+from services.shared.memory.planning.frozen_teacher import Beside, Placement
+from services.shared.memory.recipe import Engine
+from services.shared.memory.recipe import Recipe as MemoryRecipe
+
+log = structlog.get_logger(__name__)
+
+_PRECISIONS = {
+    Precision.FLOAT32: "float32 throughout",
+    Precision.BFLOAT16: "bf16 mixed precision",
+}
+_PACKAGES = ("torch", "transformers", "accelerate")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A job whose shape is known: what trains, what lies beside it, and the recipe of both."""
+
+    model: Shape
+    teacher: Teacher | None
+    beside: Beside | None  # how the teacher lay on the ranks
+    recipe: MemoryRecipe
+
+
+def examine_memory(
+    blame: Blame, *, claim: Claim, run: RunDirectory, settings: JobSettings, exit_code: int
+) -> PostMortem:
+    """Diagnose the failure of one attempt and choose the first remedy that fits and can be run.
+
+    A distillation's message is read without its shapes: two models lay on the card, and which of
+    them an allocation belonged to nobody knows. Its remedies are those of its plan, which has both.
+    """
+    recipe = Recipe.model_validate(claim.recipe)
+    try:
+        job = _known_job(claim, recipe, settings)
+        facts = _facts(claim, recipe, job, settings)
+        told = _told(blame, run=run, exit_code=exit_code)
+        document = diagnose(Case.from_json(facts | told)).to_json()
+        if job is None:
+            return PostMortem(diagnosis=document, recipe_changes={})
+        remedies = list(_remedies(document, claim, job, settings))
+    except InvalidInput as error:
+        log.warning("no_diagnosis", job_id=claim.job_id, error=str(error))
+        return PostMortem(diagnosis=None, recipe_changes={})
+    fitting = [r["changes"] for r in remedies if r["changes"] and r["verdict"] == "fits"]
+    placement, changes = split_changes(fitting[0]) if fitting else (None, {})
+    return PostMortem(
+        diagnosis=document | {"remedies": remedies},
+        recipe_changes=changes,
+        plan=_plan_with(placement, changes, claim, job, settings) if fitting else None,
+    )
+
+
+def _known_job(claim: Claim, recipe: Recipe, settings: JobSettings) -> _Job | None:
+    """Return the job in the memory plan's words; None for a model of unknown shape."""
+    teacher = None
+    try:
+        if isinstance(claim.spec, TeacherSpec):
+            model = shape_of(claim.spec.model, directory=claim.model_dir, classes=_classes(claim))
+        else:
+            assert claim.teacher_dir is not None
+            teacher = read_teacher(claim.teacher_dir, classes=_classes(claim))
+            model = student_shape(
+                claim.spec.student,
+                directory=claim.model_dir,
+                classes=_classes(claim),
+                teacher=teacher.shape,
+            )
+    except InvalidInput:
+        return None  # the message can be read without a shape
+    planned = to_memory_recipe(
+        recipe,
+        claim.spec.training,
+        model=model,
+        ranks=claim.spec.resources.ranks,
+        engine=engine_of(settings),
+    )
+    return _Job(model, teacher, _beside(teacher, claim, planned), planned)
+
+
+def _beside(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> Beside | None:
+    if teacher is None:
+        return None
+    assert isinstance(claim.spec, DistillSpec)
+    wanted = (claim.plan or {}).get(TEACHER_PLACEMENT) or claim.spec.distillation.teacher_placement
+    # Without a plan the ranks decide, and hold a small teacher whole.
+    whole = teacher.whole_only or wanted != Placement.SHARDED
+    placement = Placement.REPLICATED if whole else Placement.SHARDED
+    return beside_of(teacher, planned, placement)
+
+
+def _facts(claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings) -> dict[str, Any]:
+    """Return what was known of the job before it started, as fields of a case."""
+    machine = machine_of(claim.spec, settings)
+    planned = job.recipe if job is not None and job.teacher is None else None
+    engine = Engine.DDP if recipe.sharding == "none" else engine_of(settings)
+    facts: dict[str, Any] = {
+        "model": _config(claim) if planned else {},
+        "heads": list(_classes(claim)),
+        "ranks": machine.ranks,
+        "device": machine.device.name,
+        "device_memory_bytes": machine.device.memory_bytes,
+        "host_memory_bytes": machine.host_memory_bytes,
+        "framework": str(engine),
+        "wrap_policy": f"{recipe.wrap} units",
+        "precision": _PRECISIONS[recipe.compute],
+        "accumulate": 1,  # every micro-batch's gradients are reduced: none stays whole
+        "versions": _versions(),
+    }
+    for name in ("parameters", "optimizer", "optimizer_impl", "sharding", "offload"):
+        facts[name] = str(getattr(recipe, name))
+    for name in ("optimizer_in_backward", "activation_checkpointing"):
+        facts[name] = getattr(recipe, name)
+    if planned is not None:
+        facts |= {
+            "micro_batch": planned.micro_batch,
+            "sequence_length": planned.sequence_length,
+        }
+    return facts
+
+
+def _told(blame: Blame, *, run: RunDirectory, exit_code: int) -> dict[str, Any]:
+    """Return what the failed rank and its probe said, as fields of a case."""
+    told: dict[str, Any] = {"log": blame.log, "exit_code": exit_code}
+    if blame.failure is not None:
+        told |= {"phase": blame.failure.phase, "step": blame.failure.step}
+    ranks = run.ranks() if blame.rank is None else [blame.rank]
+    for rank in ranks:
+        for _, record in read_records(run.memory_file(rank), MemoryRecord):
+            if record.observed is not None:
+                seen = record.observed
+                told["observed"] = {
+                    "sharded_units": seen.get("sharded_units"),
+                    "local_parameter_bytes": seen.get("local_parameter_bytes"),
+                    "expected_parameter_bytes": seen.get("expected_local_parameter_bytes"),
+                    "allocated_after_wrap_bytes": record.allocated_bytes or None,
+                    "dtypes": seen.get("parameter_dtypes"),
+                }
+                return told
+    return told
+
+
+def _remedies(
+    diagnosis: dict[str, Any], claim: Claim, job: _Job, settings: JobSettings
+) -> Iterator[dict[str, Any]]:
+    """Yield what to change: faults as the diagnosis names them, recipes as the job's own plan does.
+
+    A case says less than a spec (how often gradients accumulate, which units there are), so its
+    recipes are replaced by the plan's, whose `changes` are those that a retry takes.
+    """
+    proposed = diagnosis["remedies"]
+    yield from (remedy for remedy in proposed if not remedy["changes"])
+    machine = machine_of(claim.spec, settings)
+    if not cured_by_recipe(Cause(diagnosis["cause"]), device=machine.device.name):
+        return
+    for offer in alternatives(job.model, job.recipe, machine, teacher=job.beside):
+        changes = to_spec_changes(offer.changes, job.recipe)
+        if changes:
+            yield {
+                "change": offer.change,
+                "predicted_peak_bytes": offer.plan.peak_bytes,
+                "verdict": str(offer.plan.verdict),
+                "costs": offer.costs,
+                "changes": changes,
+            }
+    yield from (r for r in proposed if r["changes"] and r["verdict"] == "does_not_fit")
+
+
+def _plan_with(
+    placement: str | None,
+    changes: dict[str, Any],
+    claim: Claim,
+    job: _Job,
+    settings: JobSettings,
+) -> dict[str, Any]:
+    """Return the plan of the job with a changed recipe, its teacher where it was or is to go."""
+    changed = Recipe.model_validate(claim.recipe | changes)
+    spec = claim.spec.model_copy(update={"recipe": changed, "allow_overcommit": True})
+    if isinstance(spec, DistillSpec):
+        assert job.beside is not None
+        lies = {"teacher_placement": placement or str(job.beside.placement)}
+        spec = spec.model_copy(update={"distillation": spec.distillation.model_copy(update=lies)})
+    return plan_job(
+        spec,
+        model=job.model,
+        teacher=job.teacher,
+        machine=machine_of(spec, settings),
+        engine=engine_of(settings),
+    ).plan
+
+
+def _config(claim: Claim) -> dict[str, Any]:
+    """Return the transformers config of a teacher job's model."""
+    assert isinstance(claim.spec, TeacherSpec)
+    source = claim.spec.model
+    if source.config is None:
+        assert claim.model_dir is not None
+        found: dict[str, Any] = _read_json(claim.model_dir / "config.json")
+        return found
+    config = dict(source.config)
+    if isinstance(source.tokenizer, TrainedTokenizer):
+        config["vocab_size"] = source.tokenizer.vocab_size
+    return config
+
+
+def _classes(claim: Claim) -> tuple[int, ...]:
+    card = DatasetCard.model_validate(_read_json(claim.dataset_dir / "dataset.json"))
+    chosen = claim.spec.heads
+    return tuple(len(h.labels) for h in card.heads if chosen is None or h.name in chosen)
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what the ranks import, without importing it."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,231 @@
+"""From exit code, rank files, torchrun's summary and the kernel's counters to one Outcome."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.run_directory import (
+    Failure,
+    MemoryRecord,
+    Report,
+    RunDirectory,
+    read_record,
+    read_records,
+)
+from services.shared.jobs.state import Reason
+from services.shared.launch.aftermath.torchelastic_report import (
+    RankExit,
+    read_error_file,
+    read_summary,
+    read_tail,
+)
+from services.shared.launch.supervise import Ending, Force, StopReason
+
+_MEMORY_REASONS = frozenset(
+    {Reason.DEVICE_OUT_OF_MEMORY, Reason.HOST_OUT_OF_MEMORY, Reason.NOT_SHARDED}
+)
+# A rank that waits in vain for a failed one reports this; the one that failed is to blame.
+_ECHO = Reason.COLLECTIVE_TIMEOUT
+
+# Less than this, and neither a log nor a failure's own file could be written.
+_DISK_FULL_BYTES = 2**18
+
+_LAST_ERROR = re.compile(
+    r"^(?:\[rank\d+\]:\s*)?([A-Za-z_][\w.]*(?:Error|Exception|Exit)\b.*)$", re.M
+)
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The rank that failed first, and why."""
+
+    reason: Reason
+    message: str
+    rank: int | None = None
+    failure: Failure | None = None  # what the rank told itself; none after SIGKILL
+    log: str = ""  # text that may hold the memory error
+    is_ours: bool = True  # a fault of the job; False where somebody killed it from outside
+
+
+@dataclass(frozen=True)
+class PostMortem:
+    """What an examination of a memory failure found."""
+
+    diagnosis: dict[str, Any] | None
+    recipe_changes: dict[str, Any]  # of the first remedy that fits; empty if none does
+    plan: dict[str, Any] | None = None  # of the recipe so changed, the teacher so placed
+
+    @property
+    def has_remedy(self) -> bool:
+        """Say whether another attempt would be another job; a teacher's placement is in the plan."""
+        return bool(self.recipe_changes) or self.plan is not None
+
+
+Examine = Callable[[Blame], PostMortem]
+
+
+def reach_verdict(
+    run: RunDirectory, ending: Ending, *, examine: Examine, may_retry: bool
+) -> Outcome:
+    """Return how the attempt ended.
+
+    `examine` reads a memory failure; `may_retry` says that the job asked for another attempt after
+    running out of memory, which it gets when a remedy fits. A run that was killed from outside gets
+    one in any case, as long as attempts are left: it goes on from its last checkpoint.
+    """
+    report = read_record(run.report, Report)
+    failures = run.failures()
+    evidence = _measured(run)
+    if report is not None and report.outcome == "succeeded" and not failures:
+        return Outcome(end=End.SUCCEEDED, exit_code=ending.exit_code, report=report, **evidence)
+    if not failures or ending.force is not Force.NONE:
+        stopped = _after_a_stop(ending, report)
+        if stopped is not None:
+            return stopped.model_copy(update=evidence)
+    blame = blame_rank(run, ending, failures)
+    found = examine(blame) if blame.reason in _MEMORY_REASONS else PostMortem(None, {})
+    mended = may_retry and found.has_remedy and ending.stop is None
+    end = _end_of_failure(ending.stop, retry=mended or not blame.is_ours)
+    return Outcome(
+        end=end,
+        reason=Reason.CANCELLED if end is End.CANCELLED else blame.reason,
+        message=blame.message,
+        exit_code=ending.exit_code,
+        failed_rank=blame.rank,
+        diagnosis=found.diagnosis,
+        failure=blame.failure.model_dump(mode="json") if blame.failure else None,
+        recipe_changes=found.recipe_changes if mended else {},
+        plan=found.plan if mended else None,
+        **evidence,
+    )
+
+
+def blame_rank(run: RunDirectory, ending: Ending, failures: list[Failure]) -> Blame:
+    """Return the first failure that is no echo of another.
+
+    A rank killed by SIGKILL leaves no file; the others then report only that a collective timed out
+    or that a connection closed.
+    """
+    exits = read_summary(run.log)
+    told = [failure for failure in failures if failure.reason is not _ECHO]
+    if told:
+        first = told[0]
+        return Blame(first.reason, first.message, first.rank, first, _text_of(first))
+    spoke = {failure.rank for failure in failures}
+    silent = [exit for exit in exits if exit.rank not in spoke]
+    killed = [exit for exit in silent if exit.exit_code in (-9, 137)]
+    if killed or (ending.exit_code in (-9, 137) and ending.force is not Force.KILLED):
+        return _blame_kill(killed[0].rank if killed else None, ending)
+    died = [exit for exit in silent if exit.signal_name not in (None, "SIGTERM")]
+    if died:
+        return _blame_signal(died[0])
+    if failures:
+        first = failures[0]
+        return Blame(first.reason, first.message, first.rank, first, _text_of(first))
+    return _blame_log(run, exits, ending)
+
+
+def _after_a_stop(ending: Ending, report: Report | None) -> Outcome | None:
+    """Return the outcome of ranks that left, or were made to leave, because they were asked to."""
+    stopped = report is not None and report.outcome == "stopped"
+    if not stopped and ending.stop is None:
+        return None
+    reason = ending.stop or (report.stop_reason if report else None) or "handed_back"
+    saved = "saved a checkpoint and left" if stopped else "did not save in time and were ended"
+    common = {"exit_code": ending.exit_code, "report": report}
+    if reason == "cancelled":
+        return Outcome(
+            end=End.CANCELLED,
+            reason=Reason.CANCELLED,
+            message=f"Cancelled on request; the ranks {saved}.",
+            **common,
+        )
+    if reason == "timed_out":
+        return Outcome(
+            end=End.FAILED,
+            reason=Reason.TIMED_OUT,
+            message=f"The job ran longer than its timeout_seconds; the ranks {saved}. "
+            "Retry it with a larger limit: it goes on from its last checkpoint.",
+            **common,
+        )
+    return Outcome(
+        end=End.HANDED_BACK, message=f"The worker was shut down; the ranks {saved}.", **common
+    )
+
+
+def _end_of_failure(stop: StopReason | None, *, retry: bool) -> End:
+    """Return where a failure leads; ranks that fail while leaving have left all the same."""
+    if stop == "cancelled":
+        return End.CANCELLED
+    if stop == "handed_back":
+        return End.HANDED_BACK
+    return End.RETRY if retry else End.FAILED
+
+
+def _blame_kill(rank: int | None, ending: Ending) -> Blame:
+    who = "torchrun" if rank is None else f"rank {rank}"
+    if ending.oom_killed:
+        return Blame(
+            Reason.HOST_OUT_OF_MEMORY,
+            f"The kernel killed {who} for lack of host memory (its oom_kill counter moved).",
+            rank,
+            log="Killed: exit code -9, oom_kill counted by the kernel",
+        )
+    witness = (
+        "no counter of OOM kills can be read here, so this may have been the kernel"
+        if ending.oom_killed is None
+        else "the kernel counted no OOM kill, so somebody sent the signal"
+    )
+    return Blame(Reason.CRASHED, f"SIGKILL ended {who}; {witness}.", rank, is_ours=False)
+
+
+def _blame_signal(exit: RankExit) -> Blame:
+    return Blame(
+        Reason.CRASHED,
+        f"Rank {exit.rank} was ended by {exit.signal_name}; the end of torchrun.log shows where.",
+        exit.rank,
+    )
+
+
+def _blame_log(run: RunDirectory, exits: list[RankExit], ending: Ending) -> Blame:
+    """Return what can be said of ranks that wrote no failure file: the log has the last word."""
+    rank = exits[0].rank if exits else None
+    told = read_error_file(run.path / "torchrun", rank) if rank is not None else None
+    text = told or read_tail(run.log, max_bytes=64 * 1024)
+    if told is None and shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:
+        message = f"The ranks ended without a word, and no space is left for {run.path}: free some."
+        return Blame(Reason.DISK_FULL, message, rank, log=text)
+    # torchrun's own ChildFailedError closes the log; a rank's error stands before it.
+    errors = [line for line in _LAST_ERROR.findall(text) if "ChildFailedError" not in line]
+    last = errors[-1] if errors else f"torchrun ended with code {ending.exit_code}"
+    started = bool(run.ranks()) or run.progress.exists()
+    if started:
+        return Blame(Reason.CRASHED, last, rank, log=text)
+    return Blame(
+        Reason.LAUNCH_FAILED, f"The ranks did not start: {last} (see torchrun.log)", rank, log=text
+    )
+
+
+def _text_of(failure: Failure) -> str:
+    return f"{failure.traceback}\n{failure.error_type}: {failure.message}"
+
+
+def _measured(run: RunDirectory) -> dict[str, Any]:
+    """Return the peaks by rank and phase, and what each rank's probe saw after wrapping."""
+    measured: dict[str, dict[str, int]] = {}
+    observed: dict[str, dict[str, Any]] = {}
+    for rank in run.ranks():
+        peaks: dict[str, int] = {}
+        for _, record in read_records(run.memory_file(rank), MemoryRecord):
+            peak = max(record.peak_allocated_bytes, record.allocated_bytes)
+            peaks[record.phase] = max(peaks.get(record.phase, 0), peak)
+            if record.observed is not None:
+                observed[str(rank)] = record.observed
+        if peaks:
+            measured[str(rank)] = peaks
+    return {"measured": measured, "observed": observed}

@@ -1,0 +1,1 @@
+"""`stillhouse doctor`: checks of the host, its devices and its packages."""

@@ -1,0 +1,1 @@
+"""Model architectures: dimensions, parameters, presets, Hugging Face configs, safetensors headers."""

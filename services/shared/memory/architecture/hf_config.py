@@ -1,0 +1,330 @@
+"""Reading a Hugging Face config.json: which keys each architecture writes its sizes under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.shared.memory.architecture.dimensions import (
+    BERT_LIKE,
+    EXPERT_FAMILIES,
+    LLAMA_LIKE,
+    Dimensions,
+    Experts,
+    Family,
+    Latent,
+)
+from services.shared.memory.errors import InvalidInput
+
+
+def config_of(dims: Dimensions) -> dict[str, Any]:
+    """Return a config with these dimensions, everything else left to the architecture's defaults.
+
+    Raises InvalidInput where a config of the sizes alone would not say all of them.
+    """
+    family = dims.family
+    config: dict[str, Any] = {
+        "hidden_size": dims.hidden_size,
+        "intermediate_size": dims.intermediate_size,
+        "num_hidden_layers": dims.num_layers,
+        "num_attention_heads": dims.num_heads,
+        "vocab_size": dims.vocab_size,
+        "pad_token_id": 0,  # by default that of the published vocabulary
+        "tie_word_embeddings": dims.tied,
+    }
+    if family in LLAMA_LIKE or family is Family.PHI3:
+        config |= {"num_key_value_heads": dims.num_kv_heads, "head_dim": dims.head_dim}
+        config["sliding_window"] = dims.window
+    if family in _WINDOW_SWITCHES:
+        config["use_sliding_window"] = dims.window is not None
+    if family is not Family.QWEN2 and (family in LLAMA_LIKE or family is Family.MODERNBERT):
+        config["attention_bias"] = dims.attention_bias
+    if family in (Family.LLAMA, Family.GRANITE, Family.MODERNBERT):
+        config["mlp_bias"] = dims.mlp_bias
+    if family is Family.OPT:
+        config["word_embed_proj_dim"] = dims.hidden_size
+    if dims.max_positions:
+        config["max_position_embeddings"] = dims.max_positions
+    if family in BERT_LIKE and dims.token_types:
+        config["type_vocab_size"] = dims.token_types
+    aliases = ALIASES.get(family, {})
+    written = {"model_type": str(family)}
+    written |= {aliases.get(name, name): value for name, value in config.items()}
+    if dimensions_of(written) != dims:
+        raise InvalidInput("model", f"a {family} config cannot be written from its sizes")
+    return written
+
+
+_WINDOW_SWITCHES = frozenset({Family.QWEN2, Family.QWEN3})
+
+
+# No published dense model comes near these; beyond them a key was mistyped.
+_LARGEST = 10_000_000
+
+_OTHER_NAMES = {"qwen2_5": "qwen2", "gemma3": "gemma3_text"}
+ALIASES: dict[Family, dict[str, str]] = {
+    Family.GPT2: {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "intermediate_size": "n_inner",
+    },
+    Family.BLOOM: {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    Family.DISTILBERT: {
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+    },
+    Family.OPT: {"intermediate_size": "ffn_dim"},
+    Family.FALCON: {"intermediate_size": "ffn_hidden_size"},
+    Family.T5: {
+        "hidden_size": "d_model",
+        "intermediate_size": "d_ff",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "head_dim": "d_kv",
+    },
+}
+ALIASES[Family.GPT_BIGCODE] = ALIASES[Family.GPT2]
+
+_FOUR_TIMES = frozenset({Family.GPT2, Family.GPT_BIGCODE, Family.BLOOM, Family.FALCON})
+_GROUPED = LLAMA_LIKE | EXPERT_FAMILIES | {Family.PHI3}
+_POSITIONS = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.OPT}
+# transformers 5: these configs tie input and output embeddings unless told otherwise.
+_TIED = frozenset(
+    {Family.GEMMA, Family.GEMMA2, Family.GEMMA3, Family.GPT2, Family.GPT_BIGCODE, Family.FALCON}
+    | {Family.BLOOM, Family.OPT, Family.T5}
+    | BERT_LIKE
+    | {Family.MODERNBERT}
+)
+
+
+def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
+    """Return the dimensions that `config` describes.
+
+    Raises InvalidInput for an unknown `model_type`, for missing keys (all of them named) and for
+    sizes that are not positive whole numbers.
+    """
+    family, config = _family(config)
+    keys = _Keys(family, config)
+    required = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+    if family not in _FOUR_TIMES:
+        required.append("intermediate_size")
+    if family in _GROUPED:
+        required.append("num_key_value_heads")
+    if family in _POSITIONS:
+        required.append("max_position_embeddings")
+    missing = [keys.name(key) for key in required if keys.get(key) is None]
+    if missing:
+        hint = ""
+        if "num_key_value_heads" in missing:
+            hint = "num_key_value_heads equals num_attention_heads where heads are not grouped"
+        raise InvalidInput(
+            "model", f"the {family} config lacks {', '.join(missing)}", accepted=hint
+        )
+    return _dimensions(family, keys)
+
+
+class _Keys:
+    """A config seen through the names that most architectures use."""
+
+    def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
+        self._aliases = ALIASES.get(family, {})
+        self.config = config
+
+    def name(self, key: str) -> str:
+        other = self._aliases.get(key, key)
+        return other if other in self.config or key not in self.config else key
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.config.get(self.name(key))
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LARGEST:
+            raise InvalidInput(
+                f"model.{self.name(key)}",
+                f"{value!r}",
+                accepted=f"a whole number from 1 to {_LARGEST}",
+            )
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        return bool(self.get(key, default))
+
+
+def _family(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping) and "hidden_size" not in config:
+        config = {"model_type": config.get("model_type"), **nested}
+    named = config.get("model_type")
+    known = [str(family) for family in Family]
+    if not isinstance(named, str) or not named:
+        raise InvalidInput("model.model_type", "the config lacks model_type", accepted=known)
+    named = _OTHER_NAMES.get(named, named)
+    if named not in known:
+        raise InvalidInput("model.model_type", f"unknown architecture {named!r}", accepted=known)
+    return Family(named), config
+
+
+def _dimensions(family: Family, keys: _Keys) -> Dimensions:
+    h, heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    latent = _latent(keys) if family in (Family.DEEPSEEK_V2, Family.DEEPSEEK_V3) else None
+    if keys.get("head_dim") is None and latent is None and h % heads:
+        raise InvalidInput(
+            "model.num_attention_heads", f"{heads} heads do not divide the hidden size {h}"
+        )
+    wide = 4 * h if family is Family.BLOOM else keys.size("intermediate_size", 4 * h)
+    experts = _experts(family, keys) if family in EXPERT_FAMILIES else None
+    qkv_bias, output_bias, mlp_bias = _biases(family, keys)
+    return Dimensions(
+        family=family,
+        hidden_size=h,
+        intermediate_size=wide,
+        num_layers=keys.size("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_kv_heads(family, keys, heads),
+        head_dim=keys.size("head_dim", _default_head_dim(family, h, heads)),
+        vocab_size=keys.size("vocab_size"),
+        tied=keys.flag("tie_word_embeddings", default=family in _TIED),
+        attention_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        max_positions=keys.size("max_position_embeddings") if family in _POSITIONS else 0,
+        token_types=_token_types(family, keys),
+        decoder_layers=_decoder_layers(family, keys),
+        gated=_gated(family, keys),
+        parallel_norms=_parallel_norms(family, keys),
+        dropout=_dropout(family, keys),
+        window=_window(keys),
+        experts=experts,
+        latent=latent,
+    )
+
+
+def _kv_heads(family: Family, keys: _Keys, heads: int) -> int:
+    if family in _GROUPED:
+        kv_heads = keys.size("num_key_value_heads")
+        if heads % kv_heads:
+            raise InvalidInput(
+                "model.num_key_value_heads", f"{kv_heads} do not divide {heads} attention heads"
+            )
+        return kv_heads
+    if family is Family.GPT_BIGCODE:
+        return 1 if keys.flag("multi_query", default=True) else heads
+    if family is Family.FALCON:
+        if keys.flag("new_decoder_architecture"):
+            return keys.size("num_kv_heads", heads)
+        return 1 if keys.flag("multi_query", default=True) else heads
+    return heads
+
+
+def _default_head_dim(family: Family, hidden_size: int, heads: int) -> int:
+    # Defaults of transformers' config classes where head_dim is not hidden size over heads.
+    return {Family.QWEN3: 128, Family.GEMMA: 256, Family.GEMMA2: 256, Family.GEMMA3: 256}.get(
+        family, max(hidden_size // heads, 1)
+    )
+
+
+def _biases(family: Family, keys: _Keys) -> tuple[bool, bool, bool]:
+    """Return whether the q/k/v, the output and the MLP projections have biases."""
+    if family is Family.QWEN2:
+        return True, False, False
+    if family in (Family.LLAMA, Family.GRANITE):
+        attention = keys.flag("attention_bias")
+        return attention, attention, keys.flag("mlp_bias")
+    if family in LLAMA_LIKE or family in EXPERT_FAMILIES:
+        attention = keys.flag("attention_bias")
+        return attention, attention, False
+    if family is Family.MODERNBERT:
+        attention = keys.flag("attention_bias")
+        return attention, attention, keys.flag("mlp_bias")
+    if family is Family.FALCON:
+        bias = keys.flag("bias")
+        return bias, bias, bias
+    if family is Family.GPT_NEOX:
+        attention = keys.flag("attention_bias", default=True)
+        return attention, attention, True
+    if family is Family.OPT:
+        bias = keys.flag("enable_bias", default=True)
+        return bias, bias, bias
+    other = family not in (Family.T5, Family.PHI3)
+    return other, other, other
+
+
+def _token_types(family: Family, keys: _Keys) -> int:
+    if family not in BERT_LIKE or family is Family.DISTILBERT:
+        return 0
+    return keys.size("type_vocab_size", 2)
+
+
+def _decoder_layers(family: Family, keys: _Keys) -> int:
+    if family is not Family.T5:
+        return 0
+    return keys.size("num_decoder_layers", keys.size("num_hidden_layers"))
+
+
+def _gated(family: Family, keys: _Keys) -> bool:
+    if family is Family.T5:
+        return "gated" in str(keys.get("feed_forward_proj", "relu"))
+    if family in (Family.PHI3, Family.MODERNBERT):
+        return True
+    return family in LLAMA_LIKE or family in EXPERT_FAMILIES
+
+
+def _parallel_norms(family: Family, keys: _Keys) -> int:
+    if family is not Family.FALCON:
+        return 1
+    # Falcon 2 sets num_ln_in_parallel_attn = 1 on the new decoder; left out, that decoder has two.
+    default = 2 if keys.flag("new_decoder_architecture") else 1
+    return keys.size("num_ln_in_parallel_attn", default)
+
+
+def _dropout(family: Family, keys: _Keys) -> bool:
+    named = {
+        Family.BERT: "hidden_dropout_prob",
+        Family.ROBERTA: "hidden_dropout_prob",
+        Family.XLM_ROBERTA: "hidden_dropout_prob",
+        Family.DISTILBERT: "dropout",
+        Family.GPT2: "resid_pdrop",
+        Family.GPT_BIGCODE: "resid_pdrop",
+        Family.OPT: "dropout",
+        Family.T5: "dropout_rate",
+    }.get(family)
+    return named is not None and keys.get(named, 0.1) > 0
+
+
+def _window(keys: _Keys) -> int | None:
+    window = keys.get("sliding_window")
+    if not isinstance(window, int) or isinstance(window, bool):
+        return None
+    return window if keys.flag("use_sliding_window", default=True) else None
+
+
+def _experts(family: Family, keys: _Keys) -> Experts:
+    if family is Family.MIXTRAL:
+        return Experts(keys.size("num_local_experts", 8), keys.size("intermediate_size"))
+    if family is Family.QWEN3_MOE:
+        # transformers 5 writes num_local_experts; published files say num_experts.
+        count = keys.size("num_experts", keys.size("num_local_experts", 128))
+        return Experts(count, keys.size("moe_intermediate_size", 768))
+    return Experts(
+        num_experts=keys.size("n_routed_experts"),
+        intermediate_size=keys.size("moe_intermediate_size"),
+        shared_experts=int(keys.get("n_shared_experts", 0)),
+        dense_layers=int(keys.get("first_k_dense_replace", 0)),
+    )
+
+
+def _latent(keys: _Keys) -> Latent:
+    query_rank = keys.get("q_lora_rank")
+    return Latent(
+        query_rank=None if query_rank is None else int(query_rank),
+        key_value_rank=keys.size("kv_lora_rank", 512),
+        rope_dim=keys.size("qk_rope_head_dim", 64),
+        nope_dim=keys.size("qk_nope_head_dim", 128),
+        value_dim=keys.size("v_head_dim", 128),
+    )

@@ -1,0 +1,1 @@
+"""Diagnosis of an out-of-memory failure: evidence, rules, hypotheses, remedies."""

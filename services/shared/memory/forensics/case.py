@@ -1,0 +1,220 @@
+"""A failed job as its owner can describe it; every field is optional."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from services.shared.memory.errors import InvalidInput
+from services.shared.memory.forensics.free_text import Framework, read_strategy
+from services.shared.memory.recipe import OptimizerImpl, Precision, Sharding
+
+_LARGEST_COUNT = 10**15
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a probe on a rank saw after wrapping, before the first step."""
+
+    sharded_units: int | None = None
+    local_parameter_bytes: int | None = None
+    expected_parameter_bytes: int | None = None
+    allocated_after_wrap_bytes: int | None = None
+    dtypes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of a failed job. Free text is kept as it was written.
+
+    `ignored` names fields of the input that mean nothing here, so that a misspelt one is noticed.
+    """
+
+    log: str = ""
+    exit_code: int | None = None
+    phase: str | None = None
+    step: int | None = None
+    model_name: str | None = None
+    model: Mapping[str, Any] = field(default_factory=dict)
+    heads: tuple[int, ...] = ()
+    ranks: int | None = None
+    device: str | None = None
+    device_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    parameters: Precision | None = None
+    optimizer: str | None = None
+    optimizer_impl: OptimizerImpl | None = None
+    optimizer_in_backward: bool | None = None
+    sharding: Sharding | None = None
+    framework: Framework | None = None
+    sharding_strategy: str | None = None
+    wrap_policy: str | None = None
+    precision: str | None = None
+    micro_batch: int | None = None
+    sequence_length: int | None = None
+    accumulate: int | None = None
+    activation_checkpointing: bool | None = None
+    offload: str | None = None
+    observed: Observed = Observed()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Case:
+        """Read a case from JSON values; unknown fields are kept by name in `ignored`.
+
+        Raises InvalidInput naming the field whose value cannot be what it should be.
+        """
+        if not isinstance(value, Mapping):
+            raise InvalidInput("case", f"{type(value).__name__} is not an object of named fields")
+        known: dict[str, Any] = {}
+        ignored: list[str] = []
+        for name, content in value.items():
+            target = _OTHER_NAMES.get(name, name)
+            if target not in _READERS:
+                ignored.append(str(name))
+            elif content is not None:
+                known[target] = _READERS[target](target, content)
+        return cls(**known, ignored=tuple(sorted(ignored)))
+
+    @property
+    def words(self) -> str:
+        """Return all free text but the log, to look names up in."""
+        texts = (self.model_name, self.sharding_strategy, self.wrap_policy, self.precision)
+        return "; ".join(text for text in (*texts, self.device, self.phase) if text)
+
+
+_OTHER_NAMES = {"gradient_accumulation_steps": "accumulate", "world_size": "ranks"}
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    raise InvalidInput(name, f"{type(value).__name__} is not text")
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise InvalidInput(name, f"{value!r} is not a whole number")
+    if not 0 <= value <= _LARGEST_COUNT:
+        raise InvalidInput(name, f"{value!r} is out of range", accepted=f"0 to {_LARGEST_COUNT}")
+    return int(value)
+
+
+def _positive(name: str, value: Any) -> int | None:
+    # Zero is how forms leave a number out.
+    return _count(name, value) or None
+
+
+def _exit_code(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not -255 <= value <= 255:
+        raise InvalidInput(name, f"{value!r} is not an exit code", accepted="-255 to 255")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in (
+        "true",
+        "yes",
+        "on",
+        "false",
+        "no",
+        "off",
+    ):
+        return value.strip().lower() in ("true", "yes", "on")
+    raise InvalidInput(name, f"{value!r} is neither true nor false")
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidInput(name, f"{type(value).__name__} is not an object of named fields")
+    return dict(value)
+
+
+def _one_of(kind: Callable[[str], Kind], accepted: str) -> Callable[[str, Any], Kind]:
+    def read(name: str, value: Any) -> Kind:
+        try:
+            return kind(str(value).strip().lower().replace("-", "_"))
+        except ValueError as error:
+            raise InvalidInput(name, f"{value!r}", accepted=accepted) from error
+
+    return read
+
+
+def _classes(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidInput(name, f"{value!r} is not a list of numbers of classes")
+    return tuple(_count(f"{name}[{index}]", item) for index, item in enumerate(value))
+
+
+def _observed(name: str, value: Any) -> Observed:
+    content = _mapping(name, value)
+    found: dict[str, Any] = {}
+    for key in (f.name for f in fields(Observed)):
+        given = content.get(key)
+        if given is None:
+            continue
+        if key == "dtypes":
+            names = given if isinstance(given, (list, tuple, Mapping)) else [given]
+            found[key] = tuple(str(item).removeprefix("torch.") for item in names)
+        else:
+            found[key] = _count(f"{name}.{key}", given)
+    return Observed(**found)
+
+
+def _framework(name: str, value: Any) -> Framework:
+    found = read_strategy(str(value)).framework
+    return found or _one_of(Framework, _members(Framework))(name, value)
+
+
+def _sharding(name: str, value: Any) -> Sharding:
+    found = read_strategy(str(value)).sharding
+    return found or _one_of(Sharding, _members(Sharding))(name, value)
+
+
+def _members(kind: type[Any]) -> str:
+    return ", ".join(str(member) for member in kind)
+
+
+_PRECISION_WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
+
+
+def _precision(name: str, value: Any) -> Precision:
+    word = str(value).strip().lower().removeprefix("torch.")
+    return _one_of(Precision, _members(Precision))(name, _PRECISION_WORDS.get(word, word))
+
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
+    "log": _text,
+    "exit_code": _exit_code,
+    "phase": _text,
+    "step": _count,
+    "model_name": _text,
+    "model": _mapping,
+    "heads": _classes,
+    "ranks": _positive,
+    "device": _text,
+    "device_memory_bytes": _positive,
+    "host_memory_bytes": _positive,
+    "parameters": _precision,
+    "optimizer": _text,
+    "optimizer_impl": _one_of(OptimizerImpl, _members(OptimizerImpl)),
+    "optimizer_in_backward": _flag,
+    "sharding": _sharding,
+    "framework": _framework,
+    "sharding_strategy": _text,
+    "wrap_policy": _text,
+    "precision": _text,
+    "micro_batch": _positive,
+    "sequence_length": _positive,
+    "accumulate": _positive,
+    "activation_checkpointing": _flag,
+    "offload": _text,
+    "observed": _observed,
+    "versions": _mapping,
+}
+assert {f.name for f in fields(Case)} == {*_READERS, "ignored"}

@@ -1,0 +1,135 @@
+"""The recipe and the hardware of a case: what was told, the framework's defaults for the rest."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from services.shared.memory.errors import InvalidInput
+from services.shared.memory.forensics.evidence import Evidence
+from services.shared.memory.forensics.free_text import Framework
+from services.shared.memory.hardware import DEVICES, Device, Hardware
+from services.shared.memory.recipe import (
+    Engine,
+    Loading,
+    Offload,
+    Optimizer,
+    OptimizerImpl,
+    Precision,
+    Recipe,
+    Sharding,
+)
+
+# Reserve of a card of unknown kind: a share near that of the known ones (0.02 to 0.06).
+_RESERVE_SHARE = 0.04
+_ENGINES = {
+    Framework.FSDP1: Engine.FSDP1,
+    Framework.FSDP2: Engine.FSDP2,
+    Framework.ZERO3: Engine.FSDP2,
+    Framework.DDP: Engine.DDP,
+    Framework.NONE: Engine.DDP,
+}
+# transformers takes the fused AdamW by default from torch 2.8 on, the multi-tensor one before.
+_FUSED_DEFAULT_FROM = (2, 8)
+DEFAULT_SEQUENCE_LENGTH = 2048
+
+
+def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
+    """Return the recipe that the case tells, its gaps filled, with `changes` made to it.
+
+    Raises InvalidInput where the changes do not go together.
+    """
+    case = evidence.case
+    sharded = evidence.shards_parameters
+    engine = _ENGINES.get(evidence.framework or Framework.FSDP2, Engine.FSDP2)
+    sharding = evidence.sharding if sharded else Sharding.NONE
+    if sharding is Sharding.HYBRID:
+        sharding = Sharding.FULL  # the size of its groups is not told
+    values: dict[str, Any] = {
+        "engine": engine,
+        "sharding": sharding or Sharding.FULL,
+        "parameters": state_precision(evidence),
+        "optimizer": evidence.optimizer or Optimizer.ADAMW,
+        "optimizer_impl": evidence.optimizer_impl or default_implementation(evidence),
+        "optimizer_in_backward": bool(case.optimizer_in_backward),
+        "activation_checkpointing": case.activation_checkpointing is not False,
+        "micro_batch": case.micro_batch or 1,
+        "sequence_length": case.sequence_length or DEFAULT_SEQUENCE_LENGTH,
+        "accumulate": case.accumulate or 1,
+        "offload": _offload(evidence),
+        "loading": Loading.RANK0,
+    }
+    if values["parameters"].size_bytes == 2 or evidence.precision.mixed:
+        half = Precision.FLOAT16 if _half_is_float16(evidence) else Precision.BFLOAT16
+        values["compute"] = values["reduce"] = half
+    elif _told_parameters(evidence) is Precision.FLOAT32 and not evidence.precision.mixed:
+        values["compute"] = values["reduce"] = values["checkpoint"] = Precision.FLOAT32
+    return Recipe(**{**values, **changes})
+
+
+def _offload(evidence: Evidence) -> Offload:
+    if not evidence.offloads:
+        return Offload.NONE
+    told = f"{evidence.case.offload or ''} {evidence.case.sharding_strategy or ''}".lower()
+    only_state = "optim" in told and "param" not in told and "all" not in told.split()
+    return Offload.OPTIMIZER if only_state else Offload.ALL
+
+
+def default_implementation(evidence: Evidence) -> OptimizerImpl:
+    """Return how AdamW runs when nobody chose: it depends on torch's version."""
+    version = torch_version(evidence)
+    if version is not None and version >= _FUSED_DEFAULT_FROM:
+        return OptimizerImpl.FUSED
+    return OptimizerImpl.FOREACH
+
+
+def torch_version(evidence: Evidence) -> tuple[int, int] | None:
+    """Return major and minor version of torch, where the case tells them."""
+    told = re.search(r"([0-9]+)\.([0-9]+)", str(evidence.case.versions.get("torch", "")))
+    return (int(told[1]), int(told[2])) if told else None
+
+
+def _told_parameters(evidence: Evidence) -> Precision | None:
+    return evidence.case.parameters or evidence.precision.parameters
+
+
+def state_precision(evidence: Evidence) -> Precision:
+    """Return what parameters are stored in: as told, else float32, as mixed precision keeps them."""
+    return _told_parameters(evidence) or Precision.FLOAT32
+
+
+def _half_is_float16(evidence: Evidence) -> bool:
+    words = (evidence.case.precision or "").lower()
+    return ("fp16" in words or "float16" in words.replace("bfloat16", "")) and "bf16" not in words
+
+
+def hardware_of(evidence: Evidence, *, ranks: int | None = None) -> Hardware | None:
+    """Return the machine of the case; the reserve is what the message shows outside of torch.
+
+    A card that nobody named has at least what was allocated and requested. None where not even that
+    or the number of ranks is known.
+    """
+    count, card = ranks or evidence.ranks, evidence.card_bytes or _least_card(evidence)
+    if not count or not card:
+        return None
+    known = DEVICES.get(evidence.device or "")
+    outside = evidence.accounts.outside_bytes
+    if outside is not None and evidence.accounts.intruder_bytes == 0:
+        reserve = outside
+    else:
+        reserve = known.reserve_bytes if known else int(_RESERVE_SHARE * card)
+    uncertainty = known.uncertainty_bytes if known else reserve // 2
+    source = known.source if known else "a share near that of known cards"
+    name = known.name if known else "unknown card"
+    device = Device(name, card, min(reserve, card // 2), uncertainty, source)
+    try:
+        return Hardware(device, count, evidence.case.host_memory_bytes)
+    except InvalidInput:
+        return None
+
+
+def _least_card(evidence: Evidence) -> int | None:
+    allocated, asked = evidence.accounts.allocated_bytes, evidence.accounts.requested_bytes
+    if allocated is None or asked is None:
+        return None
+    return int((allocated + asked) / (1 - _RESERVE_SHARE))

@@ -1,0 +1,106 @@
+"""Who held the card when the request failed, from the numbers that the message printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.shared.memory.oom_log.message_parser import Message, PrintedSize
+from services.shared.memory.sizes import GIB
+
+# Context, libraries and collectives of one process: 0.1 to 2.3 GiB in 27 of 33 public messages
+# that allow the subtraction (2026-11); beyond this somebody else is on the card.
+USUAL_OUTSIDE_BYTES = int(2.5 * GIB)
+# WSL2 prints an overflowed 2**64 here; no card of today holds a pebibyte.
+_ABSURD_BYTES = 1 << 50
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """The card in bytes; a part that the message does not allow to compute is None.
+
+    `outside_bytes` is what neither torch's allocator holds nor anybody leaves free: this process's
+    context and collectives and, where the message has no process sentence, other processes too.
+    """
+
+    requested_bytes: int | None = None
+    total_bytes: int | None = None
+    allocated_bytes: int | None = None
+    cached_bytes: int | None = None  # reserved by the allocator, free inside it
+    free_bytes: int | None = None
+    allowed_bytes: int | None = None
+    outside_bytes: int | None = None
+    elsewhere_bytes: int | None = None  # known to belong to other processes
+    usual_outside_bytes: int = USUAL_OUTSIDE_BYTES  # context and collectives of this kind of card
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Return what torch could have had at most: the card less all that is outside of it."""
+        if self.total_bytes is None or self.outside_bytes is None:
+            return None
+        return self.total_bytes - self.outside_bytes
+
+    @property
+    def intruder_bytes(self) -> int:
+        """Return what is on the card beyond this process and its usual overhead.
+
+        Less than a gibibyte is the print's rounding, or another context; it counts as nothing.
+        """
+        beyond = max(0, (self.outside_bytes or 0) - self.usual_outside_bytes)
+        intruder = max(self.elsewhere_bytes or 0, beyond)
+        return intruder if intruder >= GIB else 0
+
+    @property
+    def fits_when_packed(self) -> bool | None:
+        """Tell whether the request fits beside what is allocated if no byte is fragmented."""
+        if self.usable_bytes is None or self.allocated_bytes is None:
+            return None
+        return self.allocated_bytes + (self.requested_bytes or 0) <= self.usable_bytes
+
+
+def read_accounts(
+    message: Message, *, total_bytes: int | None = None, usual_outside_bytes: int = 0
+) -> Accounts:
+    """Return the accounts of `message`; `total_bytes` stands in where it does not print the card.
+
+    `usual_outside_bytes` is what this kind of card is known to keep outside of torch.
+    """
+    total = _value(message.total) or total_bytes or _value(message.allowed)
+    allocated, free = _value(message.allocated), _value(message.free)
+    cached = _value(message.unallocated)
+    if cached is None and message.reserved and allocated is not None:
+        cached = max(0, message.reserved.size_bytes - allocated)
+    pools = _value(message.private_pools) or 0
+    torch_bytes = None if allocated is None or cached is None else allocated + cached + pools
+    outside = None
+    if total is not None and free is not None and torch_bytes is not None:
+        outside = max(0, total - free - torch_bytes)
+    return Accounts(
+        requested_bytes=_value(message.requested),
+        total_bytes=total,
+        allocated_bytes=allocated,
+        cached_bytes=cached,
+        free_bytes=free,
+        allowed_bytes=_value(message.allowed),
+        outside_bytes=outside,
+        elsewhere_bytes=_elsewhere(message, total, free, torch_bytes),
+        usual_outside_bytes=max(USUAL_OUTSIDE_BYTES, usual_outside_bytes),
+    )
+
+
+def _elsewhere(
+    message: Message, total: int | None, free: int | None, torch_bytes: int | None
+) -> int | None:
+    process = _value(message.process)
+    if process is not None and not 0 < process < _ABSURD_BYTES:
+        process = None  # a container's pid namespace prints 0, WSL2 an overflow
+    if process is not None and total is not None and free is not None:
+        return max(0, total - free - process)
+    others = [other.size_bytes for other in message.others if other.size_bytes < _ABSURD_BYTES]
+    if process is None and others and max(others) >= (torch_bytes or 0):
+        # Without a sentence of its own, the largest "other" process is the job in its container.
+        others.remove(max(others))
+    return sum(others) if others else None
+
+
+def _value(size: PrintedSize | None) -> int | None:
+    return size.size_bytes if size else None

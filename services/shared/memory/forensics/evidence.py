@@ -1,0 +1,272 @@
+"""Everything that is known of a failed job, brought into one form before it is weighed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.shared.memory.architecture.dimensions import Family
+from services.shared.memory.architecture.shape import Shape, find_preset, from_config
+from services.shared.memory.errors import InvalidInput
+from services.shared.memory.forensics.case import Case
+from services.shared.memory.forensics.device_accounts import Accounts, read_accounts
+from services.shared.memory.forensics.free_text import (
+    FailurePhase,
+    Framework,
+    PrecisionWords,
+    Strategy,
+    read_device,
+    read_optimizer,
+    read_phase,
+    read_precision,
+    read_strategy,
+    vocabulary_in,
+)
+from services.shared.memory.forensics.request_matching import (
+    Candidate,
+    Rounding,
+    Workload,
+    match_request,
+)
+from services.shared.memory.hardware import DEVICES
+from services.shared.memory.oom_log.log_scanner import LogReading, read_log
+from services.shared.memory.oom_log.message_formats import Backend, MessageKind
+from services.shared.memory.oom_log.message_parser import Message
+from services.shared.memory.oom_log.traceback_sites import Site, sites_in
+from services.shared.memory.recipe import Optimizer, OptimizerImpl, Sharding
+
+# A stated number of parameters further than this from a published shape means another model.
+_SAME_MODEL = 0.12
+_MOST_LAYERS = 1000
+_ADAPTERS = re.compile(r"\bq?lora\b|\bpeft\b|adapters?\b|\bfrozen\b", re.IGNORECASE)
+_CLASSIFIER = re.compile(r"classif|\bheads?\b|backbone|teacher|student", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A case with its words understood, its log read and its request matched.
+
+    `shapes` holds what the model may be: one, or two where nothing tells whether a published name
+    stands for the backbone alone or for the language model with its output projection.
+    """
+
+    case: Case
+    log: LogReading
+    message: Message | None
+    accounts: Accounts
+    strategy: Strategy
+    precision: PrecisionWords
+    phase: FailurePhase | None
+    sites: tuple[Site, ...]
+    shapes: tuple[Shape, ...]
+    num_parameters: int | None
+    optimizer: Optimizer | None
+    optimizer_impl: OptimizerImpl | None
+    device: str | None
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def framework(self) -> Framework | None:
+        """Who was configured to distribute the training, else whose code the traceback shows."""
+        told = self.case.framework or self.strategy.framework
+        return told or (Framework(self.log.engine) if self.log.engine else None)
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """What was configured to be divided."""
+        return self.case.sharding or self.strategy.sharding
+
+    @property
+    def ranks(self) -> int | None:
+        """Number of ranks; one where the words say that there is one card."""
+        return self.case.ranks or (1 if self.framework is Framework.NONE and self._alone else None)
+
+    @property
+    def _alone(self) -> bool:
+        words = (self.case.sharding_strategy or "").lower()
+        return bool(re.search(r"\bone (?:gpu|card)|single", words))
+
+    @property
+    def card_bytes(self) -> int | None:
+        """Memory of one card: as printed, as told, or as its kind has."""
+        if self.accounts.total_bytes:
+            return self.accounts.total_bytes
+        return DEVICES[self.device].memory_bytes if self.device else None
+
+    @property
+    def shape(self) -> Shape | None:
+        """The shape to compute with first."""
+        return self.shapes[0] if self.shapes else None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters or optimizer state were meant to lie in host memory."""
+        told = (self.case.offload or "").strip().lower()
+        return self.strategy.offload or told not in ("", "none", "false", "no")
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the configuration puts the whole model on every rank."""
+        unsharded = self.sharding is Sharding.NONE and self.framework is not None
+        return unsharded or self.framework in (Framework.DDP, Framework.NONE)
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether only small adapters are trained: the rest has no gradient and no state."""
+        return bool(_ADAPTERS.search(f"{self.case.words} {self.case.optimizer or ''}"))
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether the configuration divides the parameters over several ranks."""
+        return (
+            self.framework is not None
+            and self.framework.shards_parameters
+            and self.sharding is not Sharding.NONE
+            and self.ranks != 1
+        )
+
+
+def gather(case: Case, log: LogReading | None = None) -> Evidence:
+    """Return the evidence of `case`: words understood, log read, request matched.
+
+    A `log` that was already read stands in for the case's own text.
+    """
+    log = log or read_log(case.log)
+    message = log.primary
+    precision = read_precision(case.precision or "")
+    strategy = read_strategy("; ".join(t for t in (case.sharding_strategy, case.offload) if t))
+    device, told_memory = read_device(case.device or "")
+    total = case.device_memory_bytes or told_memory
+    accounts = _accounts(message, total, device)
+    sites = log.sites + sites_in(" ".join(t for t in (case.phase, case.sharding_strategy) if t))
+    optimizer, implementation = read_optimizer(case.optimizer or "")
+    evidence = Evidence(
+        case=case,
+        log=log,
+        message=message,
+        accounts=accounts,
+        strategy=strategy,
+        precision=precision,
+        phase=_phase(case, sites),
+        sites=sites,
+        shapes=_shapes(case),
+        num_parameters=_num_parameters(case),
+        optimizer=optimizer,
+        optimizer_impl=case.optimizer_impl or implementation,
+        device=device,
+    )
+    if evidence.num_parameters is None and evidence.shape:
+        evidence = replace(evidence, num_parameters=evidence.shape.num_parameters)
+    return replace(evidence, candidates=_candidates(evidence))
+
+
+def _accounts(message: Message | None, total: int | None, device: str | None) -> Accounts:
+    if message is None:
+        return Accounts(total_bytes=total)
+    known = DEVICES.get(device or "")
+    usual = known.reserve_bytes + known.uncertainty_bytes if known else 0
+    return read_accounts(message, total_bytes=total, usual_outside_bytes=usual)
+
+
+def _phase(case: Case, sites: tuple[Site, ...]) -> FailurePhase | None:
+    told = read_phase(case.phase or "")
+    if told not in (None, FailurePhase.TRAIN):
+        return told
+    for phase, known in _PHASE_OF_SITES:
+        if any(site in sites for site in known):
+            return phase
+    return told
+
+
+_PHASE_OF_SITES = (
+    (FailurePhase.SAVE, (Site.SAVING,)),
+    (FailurePhase.OPTIMIZER_STEP, (Site.OPTIMIZER, Site.STATE)),
+    (FailurePhase.BACKWARD, (Site.BACKWARD,)),
+    (FailurePhase.EVALUATE, (Site.EVALUATING, Site.GENERATING)),
+    (FailurePhase.FORWARD, (Site.FORWARD, Site.LOSS, Site.ATTENTION)),
+    (FailurePhase.WRAP, (Site.WRAPPING,)),
+    (FailurePhase.LOAD, (Site.LOADING, Site.MOVING)),
+)
+
+
+def _num_parameters(case: Case) -> int | None:
+    told = case.model.get("num_parameters")
+    if told is None:
+        return None
+    if isinstance(told, bool) or not isinstance(told, (int, float)) or not 0 < told < 1e15:
+        raise InvalidInput("model.num_parameters", f"{told!r} is not a number of parameters")
+    return int(told)
+
+
+def _shapes(case: Case) -> tuple[Shape, ...]:
+    shape = _described(case.model, case.model_name) or find_preset(case.model_name or "-")
+    if shape is None:
+        return ()
+    if case.heads:
+        return (shape.with_heads(case.heads),)
+    classifier, causal = shape, shape.with_language_head()
+    told = _num_parameters(case)
+    if told is None:
+        if _CLASSIFIER.search(f"{case.words} {case.model.get('architectures', '')}"):
+            return (classifier,)
+        return (causal,) if shape.dims.tied else (causal, classifier)
+    nearest = min((causal, classifier), key=lambda s: abs(s.num_parameters - told))
+    return (nearest,) if abs(nearest.num_parameters - told) <= _SAME_MODEL * told else ()
+
+
+_OUR_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "tied": "tie_word_embeddings",
+}
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def _described(model: Mapping[str, Any], name: str | None) -> Shape | None:
+    """Return the shape that a config, or the contract's short form of one, describes."""
+    if "model_type" in model:
+        _check_layers(model.get("num_hidden_layers", 1))
+        return from_config(model, name=name or "model")
+    config = {_OUR_NAMES.get(key, key): value for key, value in model.items()}
+    if any(config.get(key) is None for key in _NEEDED):
+        return None
+    named = find_preset(name or "-")
+    config["model_type"] = str(named.dims.family if named else Family.LLAMA)
+    _check_layers(config["num_hidden_layers"])
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("max_position_embeddings", 2048)
+    if isinstance(config["hidden_size"], int):  # what is no number, from_config refuses by name
+        config.setdefault("intermediate_size", 4 * config["hidden_size"])
+    return from_config(config, name=name or "model")
+
+
+def _check_layers(count: Any) -> None:
+    # A timeline has points for every layer: an absurd number of them would only burn time.
+    if isinstance(count, int) and count > _MOST_LAYERS:
+        raise InvalidInput("model.num_layers", f"{count}", accepted=f"up to {_MOST_LAYERS}")
+
+
+def _candidates(evidence: Evidence) -> tuple[Candidate, ...]:
+    message, case = evidence.message, evidence.case
+    if message is None or message.requested is None or message.kind is MessageKind.COLLECTIVE:
+        return ()
+    backend = Backend.CUDA if message.backend is Backend.UNKNOWN else message.backend
+    workload = Workload(
+        ranks=case.ranks,
+        micro_batch=case.micro_batch,
+        sequence_length=case.sequence_length,
+        zero=evidence.framework in (Framework.ZERO1, Framework.ZERO2, Framework.ZERO3),
+        vocab_size=vocabulary_in(case.model_name or ""),
+        num_parameters=evidence.num_parameters,
+    )
+    rounding = Rounding(backend, evidence.log.power2_divisions)
+    found: dict[tuple[str, int], Candidate] = {}
+    for shape in evidence.shapes or (None,):
+        for candidate in match_request(
+            message.requested, shape, workload=workload, rounding=rounding
+        ):
+            found.setdefault((candidate.what, candidate.size_bytes), candidate)
+    return tuple(found.values())

@@ -1,0 +1,256 @@
+"""What to change after a failure: the fault itself first, then the recipes that fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.shared.memory.errors import InvalidInput
+from services.shared.memory.forensics.case_to_plan import hardware_of, recipe_of
+from services.shared.memory.forensics.diagnosis import Cause, Hypothesis, ProposedRemedy, Strength
+from services.shared.memory.forensics.evidence import Evidence
+from services.shared.memory.forensics.free_text import Framework
+from services.shared.memory.forensics.scenarios import plan_with
+from services.shared.memory.forensics.state_size import Needs
+from services.shared.memory.planning.alternatives import Alternative, alternatives
+from services.shared.memory.planning.plan import Plan, Verdict, plan
+from services.shared.memory.recipe import Engine, Offload, OptimizerImpl, Recipe, Sharding
+from services.shared.memory.sizes import format_size
+
+_UNKNOWN = str(Verdict.UNKNOWN)
+_MOST_RECIPES = 6
+# Causes that a smaller recipe cures; the others need a fault removed, not a smaller job.
+_CURED_BY_RECIPE = frozenset(
+    {
+        Cause.CAPACITY,
+        Cause.OPTIMIZER_TEMPORARIES,
+        Cause.FP32_UPCAST,
+        Cause.LOGITS_OR_ACTIVATIONS,
+        Cause.WRAP_TOO_COARSE,
+        Cause.NOT_SHARDED,
+        Cause.UNDECIDED,
+    }
+)
+
+
+def propose(
+    evidence: Evidence, needs: Needs | None, cause: Cause, hypotheses: tuple[Hypothesis, ...]
+) -> tuple[ProposedRemedy, ...]:
+    """Return what to change, the fault itself first, with the peak per rank after each change."""
+    remedies = list(_faults(evidence, cause))
+    if needs is not None and cause is Cause.HOST_MEMORY:
+        remedies += _host(evidence, needs)
+    if cured_by_recipe(cause, device=evidence.device):
+        remedies += _reduce_each(evidence, hypotheses)
+        remedies += _recipes(evidence)
+    return tuple(remedies)
+
+
+def cured_by_recipe(cause: Cause, *, device: str | None) -> bool:
+    """Say whether a smaller recipe helps: ranks on a CPU have the host's memory for a device's."""
+    return cause in _CURED_BY_RECIPE or (cause is Cause.HOST_MEMORY and device == "cpu")
+
+
+def _unplanned(change: str, costs: str) -> ProposedRemedy:
+    return ProposedRemedy(change, None, _UNKNOWN, costs)
+
+
+def _faults(evidence: Evidence, cause: Cause) -> list[ProposedRemedy]:
+    if cause is Cause.NOT_SHARDED:
+        return [_unsharded_fault(evidence)]
+    fault = _FAULTS.get(cause)
+    return [_unplanned(*fault)] if fault else []
+
+
+_FAULTS: dict[Cause, tuple[str, str]] = {
+    Cause.CHECKPOINT_GATHER: (
+        "save a sharded state dict, or gather on rank 0 only with offload to the CPU",
+        "a sharded checkpoint has to be consolidated before others can load it",
+    ),
+    Cause.FRAGMENTATION: (
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where the build supports it",
+        "none known on CUDA; not every HIP build has it",
+    ),
+    Cause.OUTSIDE_ALLOCATOR: (
+        "share one device mesh and its process groups over all units; compare the driver's view of "
+        "the card (nvidia-smi, rocm-smi, hy-smi) with what torch has reserved",
+        "none",
+    ),
+    Cause.OTHER_PROCESS: (
+        "find the other process in the driver's list (nvidia-smi, rocm-smi, hy-smi, outside of the "
+        "container) and end it or choose another card",
+        "none",
+    ),
+    Cause.DRIVER_LIMIT: (
+        "look below torch: map count and locked-memory limits (ulimit -l, vm.max_map_count), pinned "
+        "buffers, driver and collective library versions; a smaller batch will not help",
+        "none",
+    ),
+    Cause.FP32_UPCAST: (
+        "keep the shards in the dtype of the checkpoint: no mixed-precision flag, AdamW with "
+        "stochastic rounding in bfloat16",
+        "8 bits of mantissa in parameters and moments",
+    ),
+    Cause.WRAP_TOO_COARSE: (
+        "wrap every transformer layer, and embedding and output head, as units of their own; never "
+        "frozen and trainable parameters in one unit",
+        "a few more gathers a step",
+    ),
+    Cause.LOGITS_OR_ACTIVATIONS: (
+        "a chunked or fused loss, activation checkpointing, fused attention, shorter texts",
+        "chunking costs a few percent of time; checkpointing about a third",
+    ),
+    Cause.OPTIMIZER_TEMPORARIES: (
+        "the fused optimizer, or foreach=False",
+        "none for fused; the loop over parameters is slower",
+    ),
+}
+
+
+def _unsharded_fault(evidence: Evidence) -> ProposedRemedy:
+    planned = plan_with(evidence, engine=Engine.FSDP2, sharding=Sharding.FULL)
+    return ProposedRemedy(
+        change=_unsharded_change(evidence),
+        predicted_peak_bytes=planned.peak_bytes if planned else None,
+        verdict=str(planned.verdict) if planned else _UNKNOWN,
+        costs="none: it is what was meant to happen; layers are gathered as they are needed",
+    )
+
+
+def _unsharded_change(evidence: Evidence) -> str:
+    framework = evidence.framework
+    if evidence.precision.full_eval:
+        return "switch bf16_full_eval off: it moves the whole model to the card before wrapping"
+    if framework is Framework.ZERO3:
+        return (
+            "make zero.Init active: create the DeepSpeed configuration before from_pretrained, "
+            "with stage 3"
+        )
+    if framework in (Framework.ZERO1, Framework.ZERO2):
+        return "ZeRO stage 3 (or FSDP): the stages below never divide the parameters"
+    if framework in (Framework.DDP, Framework.NONE):
+        return (
+            "configure sharding (fsdp: full_shard with a layer wrap policy, or ZeRO-3) and start "
+            "with torchrun, before the model is loaded"
+        )
+    return (
+        "load on the CPU or the meta device and let FSDP move the shards (sync_module_states, "
+        "cpu_ram_efficient_loading); with Trainer check that `fsdp` itself is set, not only "
+        "fsdp_config, and that no Accelerator is created in between"
+    )
+
+
+def _host(evidence: Evidence, needs: Needs) -> list[ProposedRemedy]:
+    remedies = []
+    if evidence.offloads and needs.host_bytes:
+        remedies.append(
+            _unplanned(
+                f"give the host {format_size(needs.host_bytes)}, or do not offload",
+                "offloading moves the state to the host, it does not make it smaller",
+            )
+        )
+    if evidence.ranks and evidence.ranks > 1:
+        each = needs.whole_weights_bytes
+        text = (
+            "read the checkpoint on rank 0 alone, or each rank only its slices: "
+            f"{format_size(each)} instead of {format_size(each * evidence.ranks)} of host memory"
+        )
+        remedies.append(_unplanned(text, "loading takes longer"))
+    return remedies
+
+
+def _reduce_each(evidence: Evidence, hypotheses: tuple[Hypothesis, ...]) -> list[ProposedRemedy]:
+    """Name the cure of whole gradients where they survived as an explanation."""
+    if not any("no_sync" in h.what and h.strength is not Strength.EXCLUDED for h in hypotheses):
+        return []
+    planned = plan_with(
+        evidence, accumulate=2, reduce_each=True, optimizer_impl=OptimizerImpl.FUSED
+    )
+    if planned is None:
+        return []
+    change = (
+        "reduce the gradients of every micro-batch (accelerate: gradient_accumulation_kwargs "
+        "sync_each_batch)"
+    )
+    return [_as_remedy(evidence, planned, change, "one reduction more a micro-batch", {})]
+
+
+def _recipes(evidence: Evidence) -> list[ProposedRemedy]:
+    base = _base_recipe(evidence)
+    hardware = hardware_of(evidence)
+    if base is None or hardware is None or evidence.shape is None:
+        return []
+    try:
+        offered = alternatives(evidence.shapes[-1], base, hardware)
+    except InvalidInput:
+        return []
+    remedies = [_from_alternative(evidence, offer) for offer in offered[:_MOST_RECIPES]]
+    return remedies + _refused_offload(evidence, base)
+
+
+def _base_recipe(evidence: Evidence) -> Recipe | None:
+    """Return the recipe to improve on: sharded, with the optimizer that needs no temporaries."""
+    changes: dict[str, Any] = {"reduce_each": True, "offload": Offload.NONE}
+    if evidence.optimizer_impl is None:
+        changes["optimizer_impl"] = OptimizerImpl.FUSED
+    if not evidence.shards_parameters and (evidence.ranks or 1) > 1:
+        changes |= {"engine": Engine.FSDP2, "sharding": Sharding.FULL}
+    try:
+        return recipe_of(evidence, **changes)
+    except InvalidInput:
+        return None
+
+
+def _from_alternative(evidence: Evidence, offer: Alternative) -> ProposedRemedy:
+    return _as_remedy(evidence, offer.plan, offer.change, offer.costs, dict(offer.changes))
+
+
+def _as_remedy(
+    evidence: Evidence, planned: Plan, change: str, costs: str, changes: dict[str, Any]
+) -> ProposedRemedy:
+    return ProposedRemedy(
+        change=change,
+        predicted_peak_bytes=planned.peak_bytes,
+        verdict=str(planned.verdict),
+        costs=costs,
+        changes=changes,
+        one_rank_less=_one_rank_less(evidence, planned),
+    )
+
+
+def _one_rank_less(evidence: Evidence, planned: Plan) -> dict[str, Any] | None:
+    """Say what the change comes to when one card is missing, as cards are."""
+    ranks = (evidence.ranks or 1) - 1
+    hardware = hardware_of(evidence, ranks=ranks) if ranks >= 2 else None
+    if hardware is None:
+        return None
+    try:
+        fewer = plan(planned.shape, planned.recipe, hardware)
+    except InvalidInput:
+        return None
+    return {
+        "ranks": ranks,
+        "predicted_peak_bytes": fewer.peak_bytes,
+        "verdict": str(fewer.verdict),
+    }
+
+
+def _refused_offload(evidence: Evidence, base: Recipe) -> list[ProposedRemedy]:
+    """Say why offloading everything is no way out where the host does not hold it."""
+    planned = plan_with(evidence, **{**vars(base), "offload": Offload.ALL})
+    if planned is None or planned.host_verdict is not Verdict.DOES_NOT_FIT:
+        return []
+    memory = planned.hardware.host_memory_bytes or 0
+    costs = (
+        f"refused: gradients and optimizer state follow the weights, so the host needs "
+        f"{format_size(planned.host.peak_bytes)} and has {format_size(memory)}; the kernel would "
+        "kill the ranks"
+    )
+    return [
+        ProposedRemedy(
+            change="offload parameters, gradients and optimizer state to host memory",
+            predicted_peak_bytes=planned.peak_bytes,
+            verdict=str(Verdict.DOES_NOT_FIT),
+            costs=costs,
+            changes={"offload": str(Offload.ALL)},
+        )
+    ]

@@ -1,0 +1,247 @@
+"""Explanations that follow from what the job needs, counted in bytes per parameter."""
+
+from __future__ import annotations
+
+from services.shared.memory.forensics.case import Observed
+from services.shared.memory.forensics.diagnosis import (
+    Cause,
+    Hypothesis,
+    Sharded,
+    Strength,
+    certain,
+    likely,
+    possible,
+)
+from services.shared.memory.forensics.evidence import Evidence
+from services.shared.memory.forensics.free_text import FailurePhase, Framework
+from services.shared.memory.forensics.request_matching import Match
+from services.shared.memory.forensics.sharding_verdict import judge_sharding
+from services.shared.memory.forensics.state_size import Needs
+from services.shared.memory.oom_log.message_formats import MessageKind
+from services.shared.memory.oom_log.traceback_sites import Note
+from services.shared.memory.sizes import format_size
+
+# States of which this share of the card is taken leave no room for a step: what is gathered and
+# the activations of a short micro-batch take at least a third of what a state of that size takes.
+_CROWDED_SHARE = 0.60
+
+
+_KILL_CODES = (-9, 137)
+
+
+_DEVICE_KINDS = (
+    MessageKind.ALLOCATOR,
+    MessageKind.FRACTION,
+    MessageKind.MASKED,
+    MessageKind.PROSE,
+    MessageKind.WORKSPACE,
+)
+
+
+def probe_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """The probe found whole parameters on a rank, or no unit."""
+    if not evidence.shards_parameters:
+        return None
+    sharded, shown = judge_sharding(evidence)
+    if evidence.case.observed == Observed() or sharded is not Sharded.NO:
+        return None
+    card = evidence.card_bytes
+    if needs is None or card is None or needs.whole_state_bytes <= card:
+        return likely(Cause.NOT_SHARDED, "the wrapped model was not divided", *shown)
+    text = f"its state is {format_size(needs.whole_state_bytes)}, the card has {format_size(card)}"
+    return certain(Cause.NOT_SHARDED, "the wrapped model was not divided", *shown, text)
+
+
+def host(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """The host ran out: a kill, or the host's own allocator."""
+    message, case = evidence.message, evidence.case
+    reasons = []
+    if needs and needs.host_bytes:
+        have = f" of {format_size(case.host_memory_bytes)}" if case.host_memory_bytes else ""
+        reasons.append(f"offloading takes {format_size(needs.host_bytes)}{have} of host memory")
+    if message is None:
+        if case.exit_code not in _KILL_CODES:
+            return None
+        reasons.insert(0, f"exit code {case.exit_code}: killed from outside, no message of torch")
+        return likely(Cause.HOST_MEMORY, "the host ran out of memory", *reasons)
+    if message.kind is MessageKind.HOST_ALLOCATOR:
+        text = f"the host's own allocator refused: {message.text[:120]}"
+        # torch's own allocator names the bytes; others' words may stand for another resource.
+        make = certain if message.requested else likely
+        return make(Cause.HOST_MEMORY, "a host allocation failed", text, *reasons)
+    if message.kind is MessageKind.KILLED:
+        text = f"a process was killed from outside: {message.text[:120]}"
+        counted = any(word in message.text for word in ("oom_kill", "oom-kill", "OOMKilled"))
+        strength = Strength.CERTAIN if counted else Strength.LIKELY
+        what = "the kernel killed a rank for host memory"
+        return Hypothesis(Cause.HOST_MEMORY, what, strength, reasons=(text, *reasons))
+    return None
+
+
+def host_loading(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """Loading failed without a word of torch, where only the host can have run out."""
+    if evidence.message is not None or evidence.phase is not FailurePhase.LOAD:
+        return None
+    what = "host copies of the checkpoint while loading"
+    copies = ""
+    if needs and evidence.ranks:
+        total = needs.whole_weights_bytes * evidence.ranks
+        copies = f"a copy for each of {evidence.ranks} ranks takes {format_size(total)}"
+    if evidence.strategy.efficient_loading:
+        text = "the checkpoint was to be read into host memory by rank 0 alone"
+        return likely(Cause.HOST_MEMORY, what, *filter(None, (text, copies)))
+    if evidence.offloads:
+        text = "what is offloaded is allocated, and pinned, in host memory"
+        return likely(Cause.HOST_MEMORY, what, *filter(None, (text, copies)))
+    fits = _whole_weights_fit(evidence, needs)
+    if evidence.framework in (Framework.FSDP1, Framework.FSDP2) and fits:
+        text = "even the whole model in 2 bytes fits a card, so loading fails on the host"
+        return likely(Cause.HOST_MEMORY, what, *filter(None, (text, copies)))
+    return None
+
+
+def _whole_weights_fit(evidence: Evidence, needs: Needs | None) -> bool | None:
+    card = evidence.card_bytes
+    if needs is None or card is None:
+        return None
+    return needs.whole_weights_bytes <= 0.9 * card
+
+
+def saving(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """The full state dict was gathered on the card."""
+    failed_clone = Note.CLONE_FAILED in evidence.log.notes
+    if evidence.phase is not FailurePhase.SAVE and not failed_clone:
+        return None
+    if evidence.replicates:
+        return None
+    reasons = ["it failed while saving or resuming: the full state dict is gathered on the card"]
+    whole = [c for c in evidence.candidates if c.divided_by == 1 and c.match is Match.EXACT]
+    if whole:
+        reasons.append(f"the request is one whole tensor: {whole[0].what}, {whole[0].dtype}")
+    if evidence.log.cloned_tensor:
+        reasons.append(f"the log names it: {evidence.log.cloned_tensor}")
+    if needs:
+        size = format_size(4 * needs.num_parameters)
+        reasons.append(f"the whole model in float32 is {size} on top of the training state")
+    return likely(Cause.CHECKPOINT_GATHER, "the full state dict on the card", *reasons)
+
+
+def loading_whole(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """The model went whole onto each card before anything divided it."""
+    if not _before_sharding(evidence, needs):
+        return None
+    if evidence.ranks == 1 or host_loading(evidence, needs) or evidence.framework is None:
+        return None
+    if evidence.message is not None and evidence.message.kind not in _DEVICE_KINDS:
+        return None
+    if any(c.divided_by > 1 and c.match is Match.EXACT for c in evidence.candidates):
+        return None  # a share was asked for: something was divided already
+    reasons = [f"it failed before {evidence.framework} could divide anything"]
+    if evidence.precision.full_eval:
+        reasons.append("full_eval makes the trainer cast and move the model before wrapping it")
+    if evidence.precision.bits and evidence.framework in (Framework.FSDP1, Framework.FSDP2):
+        reasons.append("quantised weights go whole to each card unless their storage is a float")
+    if Note.ZERO3_INIT_OFF in evidence.log.notes:
+        reasons.append(f"the log says that {Note.ZERO3_INIT_OFF}")
+    elif evidence.framework is Framework.ZERO3:
+        reasons.append("under ZeRO-3 loading divides the model only if zero.Init is active")
+    strength = Strength.LIKELY
+    if needs and evidence.card_bytes:
+        whole, card = needs.whole_weights_bytes, evidence.card_bytes
+        reasons.append(f"the whole weights are {format_size(whole)} on {format_size(card)}")
+        if (
+            whole > card
+            and evidence.replicates
+            and (evidence.ranks or 1) > 1
+            and not evidence.offloads
+        ):
+            strength = Strength.CERTAIN
+    what = "the whole model on every card while loading"
+    return Hypothesis(Cause.NOT_SHARDED, what, strength, reasons=tuple(reasons))
+
+
+def _before_sharding(evidence: Evidence, needs: Needs | None) -> bool:
+    """Tell whether it failed with the model still whole."""
+    if evidence.case.observed.sharded_units:
+        return False  # a probe looks after wrapping
+    if evidence.phase is FailurePhase.LOAD or evidence.precision.full_eval:
+        return True
+    if evidence.phase is not FailurePhase.WRAP:
+        return False
+    if "before" in (evidence.case.phase or "").lower():
+        return True
+    # While it is wrapped a model that a card does not hold can only be whole.
+    return _whole_weights_fit(evidence, needs) is False
+
+
+def loading_unknown(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """A device failure while loading, and nobody said how the job was distributed."""
+    if evidence.phase is not FailurePhase.LOAD or evidence.framework is not None or needs is None:
+        return None
+    card, whole, share = evidence.card_bytes, needs.whole_weights_bytes, needs.sharded_weights_bytes
+    if not card or share is None or whole <= card or share > card or evidence.ranks == 1:
+        return None
+    text = (
+        f"the whole weights are {format_size(whole)}, more than the card's {format_size(card)}; "
+        f"divided over {evidence.ranks} ranks they would be {format_size(share)}"
+    )
+    return likely(Cause.NOT_SHARDED, "the whole model on every card while loading", text)
+
+
+def training_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """Every rank held the whole model in training, as configured."""
+    whole = evidence.replicates or evidence.framework in (Framework.ZERO1, Framework.ZERO2)
+    told = Note.DATA_PARALLEL in evidence.log.notes or Note.NO_SHARD in evidence.log.notes
+    if evidence.ranks == 1 or not (whole or told):
+        return None
+    if evidence.phase is FailurePhase.LOAD and Note.ZERO3_INIT_OFF not in evidence.log.notes:
+        return None
+    what = "every rank holds the whole model"
+    reasons = ["no sharding of the parameters was configured"]
+    if needs is None or evidence.card_bytes is None or needs.rank_state_bytes is None:
+        several = (evidence.ranks or 1) > 1 and evidence.framework in (
+            Framework.DDP,
+            Framework.NONE,
+        )
+        return (likely if several else possible)(Cause.NOT_SHARDED, what, *reasons)
+    held, card = needs.rank_state_bytes, evidence.card_bytes
+    reasons.append(f"a rank then needs {format_size(held)} before any activation")
+    if held <= card:
+        return possible(Cause.NOT_SHARDED, what, *reasons)
+    reasons.append(f"the card has {format_size(card)}")
+    if needs.sharded_state_bytes:
+        size = format_size(needs.sharded_state_bytes)
+        reasons.append(f"divided over {evidence.ranks} ranks it would be {size}")
+    alone = evidence.replicates and (evidence.ranks or 1) > 1
+    impossible = alone and needs.whole_weights_bytes > card and not evidence.offloads
+    strength = Strength.CERTAIN if impossible else Strength.LIKELY
+    return Hypothesis(Cause.NOT_SHARDED, what, strength, reasons=tuple(reasons))
+
+
+def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """The state alone, divided as configured, crowds the card."""
+    card = evidence.accounts.usable_bytes or evidence.card_bytes
+    if needs is None or card is None or needs.rank_state_bytes is None:
+        return None
+    if evidence.message is not None and evidence.message.kind not in _DEVICE_KINDS:
+        return None
+    unsharded = evidence.replicates and evidence.ranks != 1
+    if evidence.offloads or unsharded:
+        return None
+    what = "the job needs more than the card has"
+    least = needs.sharded_weights_bytes
+    if least is not None and least > card:
+        text = (
+            f"even perfectly divided over {evidence.ranks} ranks the weights alone are "
+            f"{format_size(least)} on {format_size(card)}"
+        )
+        return likely(Cause.CAPACITY, what, text)
+    held = needs.rank_state_bytes
+    if evidence.framework is None and evidence.ranks != 1:
+        held = needs.sharded_state_bytes or 0  # nobody said whether it is divided: the best case
+    text = (
+        f"parameters, gradients and optimizer take {format_size(held)} a rank at "
+        f"{needs.bytes_per_parameter} bytes a parameter, of {format_size(card)} usable"
+    )
+    make = likely if held >= _CROWDED_SHARE * card else possible
+    return make(Cause.CAPACITY, what, text)

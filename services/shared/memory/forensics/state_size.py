@@ -1,0 +1,110 @@
+"""What a training job needs by counting bytes per parameter, before any activation.
+
+This is the arithmetic that holds for every framework, ours or not; the plan refines it where the
+recipe is one that it models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.shared.memory.forensics.evidence import Evidence
+from services.shared.memory.forensics.free_text import Framework
+from services.shared.memory.recipe import Optimizer, Precision
+
+# DeepSpeed, runtime/zero/stage3.py, estimate_zero3_model_states_mem_needs: bytes per parameter in
+# host memory with optimizer or also parameters offloaded, and the factor for its buffers.
+_ZERO3_HOST_BYTES = 18
+_ZERO3_HOST_FACTOR = 1.5
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes per rank; `whole_*` if nothing is sharded, `rank_*` under the configured sharding.
+
+    `state` is parameters, gradients and optimizer as configured, else mixed precision with Adam at
+    16 B per parameter; the weights alone where only adapters are trained. What depends on a number
+    of ranks that nobody told is None.
+    """
+
+    num_parameters: int
+    bytes_per_parameter: int
+    whole_weights_bytes: int
+    whole_state_bytes: int
+    rank_state_bytes: int | None
+    sharded_weights_bytes: int | None  # were all divided over the ranks
+    sharded_state_bytes: int | None
+    host_bytes: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the arithmetic as plain values."""
+        return dict(vars(self))
+
+
+def needs_of(evidence: Evidence) -> Needs | None:
+    """Return what the job needs, or None where the number of parameters is not known."""
+    count = evidence.num_parameters
+    if not count:
+        return None
+    ranks = evidence.ranks
+    weight_bits = 8 * _weight_bytes(evidence)
+    if evidence.precision.bits:
+        weight_bits = evidence.precision.bits
+    weights = count * weight_bits // 8
+    per_parameter = _bytes_per_parameter(evidence)
+    state = count * per_parameter
+    if evidence.trains_adapters:
+        per_parameter, state = max(1, weight_bits // 8), weights
+    return Needs(
+        num_parameters=count,
+        bytes_per_parameter=per_parameter,
+        whole_weights_bytes=weights,
+        whole_state_bytes=state,
+        rank_state_bytes=_rank_state(evidence, state),
+        sharded_weights_bytes=weights // ranks if ranks else None,
+        sharded_state_bytes=state // ranks if ranks else None,
+        host_bytes=_host_bytes(evidence, count),
+    )
+
+
+def _weight_bytes(evidence: Evidence) -> int:
+    stored = evidence.case.parameters or evidence.precision.parameters
+    return 4 if stored is Precision.FLOAT32 and not evidence.precision.mixed else 2
+
+
+def _bytes_per_parameter(evidence: Evidence) -> int:
+    stored = evidence.case.parameters or evidence.precision.parameters
+    half = stored in (Precision.BFLOAT16, Precision.FLOAT16)
+    pair = 4 if half else 8  # parameter and gradient
+    if evidence.optimizer is Optimizer.ADAMW_BF16:
+        return 8
+    if evidence.optimizer is Optimizer.ADAMW_8BIT:
+        return pair + 2
+    if evidence.optimizer in (Optimizer.ADAFACTOR, Optimizer.SGD):
+        return pair
+    return 2 * pair
+
+
+def _rank_state(evidence: Evidence, state: int) -> int | None:
+    framework, ranks, count = evidence.framework, evidence.ranks, evidence.num_parameters or 0
+    divided = evidence.shards_parameters or framework in (Framework.ZERO1, Framework.ZERO2)
+    if not divided:
+        return state
+    if not ranks:
+        return None
+    if evidence.shards_parameters:
+        return state // ranks
+    if evidence.trains_adapters:
+        return state
+    # Whole weights, and gradients that are whole until they are reduced, at 2 bytes each.
+    return 4 * count + (state - 4 * count) // ranks
+
+
+def _host_bytes(evidence: Evidence, count: int) -> int | None:
+    """Return what all ranks of the node together take of host memory, where it is foreseeable."""
+    if evidence.offloads and evidence.framework is Framework.ZERO3:
+        return int(count * _ZERO3_HOST_BYTES * _ZERO3_HOST_FACTOR)
+    if evidence.offloads:
+        return count * _bytes_per_parameter(evidence)
+    return None

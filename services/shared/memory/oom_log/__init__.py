@@ -1,0 +1,1 @@
+"""Reading logs: out-of-memory messages, tracebacks and what else they state."""

@@ -1,0 +1,265 @@
+"""Read a log of any size for the moment a job ran out of memory.
+
+The log is streamed: at most one block and its surroundings are in memory. Messages broken over
+lines, prefixed by ranks and timestamps or interleaved by other ranks are put together again.
+"""
+
+import codecs
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import IO
+
+from services.shared.memory.oom_log.message_formats import MessageKind
+from services.shared.memory.oom_log.message_parser import Message, read_message
+from services.shared.memory.oom_log.traceback_sites import (
+    NOTE_WORDS,
+    Note,
+    Site,
+    cloned_tensor_in,
+    engine_in,
+    finished_steps_in,
+    notes_in,
+    power2_divisions_in,
+    sites_in,
+)
+
+_BLOCK = 1 << 20
+_BEFORE = 24 << 10  # a traceback of 200 frames
+_AFTER = 4 << 10  # the longest message, its lines prefixed
+_MOST_READINGS = 300  # per trigger word; beyond it a log only repeats itself; bounds the time
+_MOST_MESSAGES = 64
+_MOST_TRACEBACKS = 8
+_SAME_MESSAGE = 160  # two trigger words nearer than this belong to one message
+
+# Words that every text of the catalogue holds, unbroken, at least one of.
+_TRIGGERS = (
+    "of memory",
+    "ut of\n",
+    "ut of\r",
+    "-of-memory",
+    "OOM",
+    "DefaultCPUAllocator",
+    "PT_DEVMEM",
+    "HostAlloc",
+    "hipHostMalloc",
+    "cudaHostRegister",
+    "pin_memory",
+    "CUDACachingAllocator.cpp",
+    "calloc",
+    "Failed to CUDA",
+    "Failed to HIP",
+    "_STATUS_ALLOC_FAILED",
+    "rocblas_status_memory",
+    "_ERROR_OUT_OF_",
+    "ERR00100",
+    "EL0004",
+    "cudaErrorMemoryAllocation",
+    "hipErrorOutOfMemory",
+    "DataLoader worker",
+    "MemoryError",
+    "bad_alloc",
+    "running low on memory",
+    "GB / ",
+    "OutOfMemory",
+    "Killed",
+    "signal 9",
+    "allocate memory",
+    "shared memory",
+    "exit status",
+    "returncode",
+    "exitcode",
+    "exit code",
+    "return code",
+    "SIGKILL",
+    "oom",
+)
+_WITH_ACCOUNTS = (MessageKind.ALLOCATOR, MessageKind.PROSE)
+_ECHOES = (MessageKind.KILLED, MessageKind.CORRUPT_SIZE, MessageKind.COLLECTIVE)
+
+
+@dataclass(frozen=True)
+class LogReading:
+    """What a log says about one failure."""
+
+    messages: tuple[Message, ...] = ()  # distinct, in order of appearance
+    repetitions: int = 0  # how many failure messages the log holds in all
+    ranks: frozenset[int] = frozenset()  # ranks that printed one
+    sites: tuple[Site, ...] = ()  # of the first message's traceback, the innermost last
+    notes: frozenset[Note] = frozenset()
+    finished_steps: int | None = None
+    cloned_tensor: str | None = None
+    power2_divisions: int | None = None
+    engine: str | None = None  # whose code the traceback runs through
+
+    @property
+    def primary(self) -> Message | None:
+        """Return the message that is the cause: the first that is not an echo of another."""
+        told = [m for m in self.messages if m.kind not in _ECHOES]
+        return next(iter(told or self.messages), None)
+
+
+def read_log(source: str | bytes | IO[str] | IO[bytes]) -> LogReading:
+    """Stream `source` and return what it says of an out-of-memory failure. Never raises on content.
+
+    Memory is bounded by one block of 1 MiB and reading by 300 places for each trigger word; the
+    rest of the log is only searched for such words.
+    """
+    reader = _Reader()
+    kept, searched = "", 0
+    for block in _blocks(source):
+        kept += block
+        limit = max(searched, len(kept) - _AFTER)
+        reader.search(kept, searched, limit)
+        start = max(0, limit - _BEFORE)
+        kept, searched = kept[start:], limit - start
+    reader.search(kept, searched, len(kept))
+    return reader.finish(kept)
+
+
+def _blocks(source: str | bytes | IO[str] | IO[bytes]) -> Iterator[str]:
+    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    offset = 0
+    while True:
+        if isinstance(source, (str, bytes)):
+            block: str | bytes = source[offset : offset + _BLOCK]
+            offset += _BLOCK
+        else:
+            block = source.read(_BLOCK)
+        if not block:
+            return
+        text = decode(block) if isinstance(block, bytes) else block
+        # UTF-16 written by a Windows shell reads as ASCII once its zero bytes are gone.
+        yield text.replace("\0", "")
+
+
+@dataclass
+class _Reader:
+    messages: dict[tuple[object, ...], Message] = field(default_factory=dict)
+    readings: Counter[str] = field(default_factory=Counter)
+    repetitions: int = 0
+    ranks: set[int] = field(default_factory=set)
+    traces: list[tuple[Message, tuple[Site, ...]]] = field(default_factory=list)
+    notes: set[Note] = field(default_factory=set)
+    finished_steps: int | None = None
+    cloned_tensor: str | None = None
+    power2_divisions: int | None = None
+    engine: str | None = None
+
+    def search(self, text: str, start: int, end: int) -> None:
+        """Look for messages whose trigger word begins in `text[start:end]`."""
+        if any(text.find(word, start, end + _AFTER) >= 0 for word in NOTE_WORDS):
+            new = text[start : end + _AFTER]
+            self.notes |= notes_in(new)
+            self.cloned_tensor = self.cloned_tensor or cloned_tensor_in(new)
+            self.power2_divisions = self.power2_divisions or power2_divisions_in(new)
+        taken = -_SAME_MESSAGE
+        for hit, word in self._hits(text, start, end):
+            if hit - taken < _SAME_MESSAGE:
+                continue
+            self.readings[word] += 1
+            message = _message_at(text, hit)
+            if message is not None:
+                taken = hit
+                self._take(message, text[max(0, hit - _BEFORE) : hit])
+
+    def _hits(self, text: str, start: int, end: int) -> list[tuple[int, str]]:
+        hits: list[tuple[int, str]] = []
+        for word in _TRIGGERS:
+            room = _MOST_READINGS - self.readings[word]
+            at = start - len(word)
+            while room > 0:
+                at = text.find(word, at + len(word), end + len(word) - 1)
+                if at < 0:
+                    break
+                hits.append((at, word))
+                room -= 1
+        return sorted(hits)
+
+    def _take(self, message: Message, before: str) -> None:
+        self.repetitions += 1
+        if message.rank is not None:
+            self.ranks.add(message.rank)
+        if len(self.traces) < _MOST_TRACEBACKS:
+            self.traces.append((message, sites_in(before)))
+            self.engine = self.engine or engine_in(before)
+            if self.finished_steps is None:
+                self.finished_steps = finished_steps_in(before)
+        if len(self.messages) < _MOST_MESSAGES:
+            self.messages.setdefault(message.numbers, message)
+
+    def finish(self, tail: str) -> LogReading:
+        reading = LogReading(
+            messages=tuple(self.messages.values()),
+            repetitions=self.repetitions,
+            ranks=frozenset(self.ranks),
+            notes=frozenset(self.notes),
+            finished_steps=self.finished_steps,
+            cloned_tensor=self.cloned_tensor,
+            power2_divisions=self.power2_divisions,
+        )
+        primary = reading.primary
+        sites = next((s for m, s in self.traces if m is primary and s), sites_in(tail))
+        return replace(reading, sites=sites, engine=self.engine or engine_in(tail))
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")
+# What launchers, schedulers and containers put before a line. A named group is the rank.
+_PREFIX = re.compile(
+    r"\s{0,20}(?:"
+    r"\[(?:rank|Rank ?|default|RANK ?)?(?P<bracket>[0-9]{1,5})\](?:<\w{1,10}>)?:?(?=\s|$)"
+    r"|\[[0-9]{1,5},(?P<mpi>[0-9]{1,5})\]<\w{1,10}>:?"
+    r"|(?:rank|Rank|RANK)[ _-]?(?P<word>[0-9]{1,5})\s?[:|\]]"
+    r"|(?P<slurm>[0-9]{1,5}):(?=\s)"
+    r"|\[?[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})?"
+    r"(?:Z|[+-][0-9]{2}:?[0-9]{2})?\]?"
+    r"|\[?[0-9]{2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})?\]?(?=\s)"
+    r"|\(\w{1,40} pid=[0-9]{1,9}[^)\n]{0,60}\)"
+    r"|\[?(?:ERROR|INFO|WARNING|stderr|stdout|E|W)\]?(?=[\s:])[:\s]?"
+    r"|[\w.-]{1,60}\s?\|(?=\s)"
+    r"|>(?=\s)"
+    r")"
+)
+
+
+def _message_at(text: str, hit: int) -> Message | None:
+    begin = text.rfind("\n", max(0, hit - 1000), hit) + 1 or max(0, hit - 100)
+    if hit - begin < 60:  # the line may be the second half of a broken one
+        begin = _line_before(text, begin)
+    message = _message_between(text, begin, hit)
+    if message is None:  # or the word that was found stands at the end of a longer message
+        begin = _line_before(text, _line_before(text, begin))
+        message = _message_between(text, begin, hit)
+    return message
+
+
+def _line_before(text: str, begin: int) -> int:
+    earliest = max(0, begin - 400)
+    found = text.rfind("\n", earliest, max(0, begin - 1))
+    return earliest if found < 0 else found + 1
+
+
+def _message_between(text: str, begin: int, hit: int) -> Message | None:
+    lines = _ANSI.sub("", text[begin : hit + _AFTER]).replace("\\n", "\n").splitlines()
+    hit_line = text.count("\n", begin, hit)
+    rank = _split_prefix(lines[hit_line])[0] if hit_line < len(lines) else None
+    own = [body for r, body in map(_split_prefix, lines) if r is None or r == rank]
+    message = read_message(" ".join(own))
+    if message is None or (message.kind in _WITH_ACCOUNTS and message.allocated is None):
+        # A terminal of fixed width breaks lines inside words and numbers.
+        unbroken = read_message("".join(own))
+        message = unbroken if unbroken and unbroken.allocated else message
+    return replace(message, rank=rank) if message else None
+
+
+def _split_prefix(line: str) -> tuple[int | None, str]:
+    rank, at = None, 0
+    for _ in range(6):
+        found = _PREFIX.match(line, at)
+        if found is None or found.end() == at:
+            break
+        at = found.end()
+        number = next((g for g in found.groupdict().values() if g), None)
+        rank = int(number) if number and rank is None else rank
+    return rank, line[at:].strip()

@@ -1,0 +1,64 @@
+"""A teacher beside a student in training: it only runs forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from services.shared.memory.architecture.shape import Shape
+from services.shared.memory.recipe import (
+    Engine,
+    Loading,
+    Offload,
+    Optimizer,
+    Recipe,
+    Sharding,
+    Wrap,
+)
+
+
+class Placement(str, Enum):
+    """How a teacher lies on the ranks beside its student."""
+
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A teacher that only runs forward, beside a student in training.
+
+    `masked` says whether its attention gets an explicit mask (None: as the student's), `whole_only`
+    that our ranks cannot shard it.
+    """
+
+    shape: Shape
+    placement: Placement = Placement.SHARDED
+    masked: bool | None = None
+    whole_only: bool = False
+
+
+def inference_recipe(student_recipe: Recipe, teacher: Beside) -> Recipe:
+    """Return how the ranks hold a teacher: as fsdp/assemble.py shards it, or whole, in no unit."""
+    whole = teacher.placement is Placement.REPLICATED
+    return replace(
+        student_recipe,
+        engine=Engine.DDP if whole else student_recipe.engine,
+        sharding=Sharding.NONE if whole else Sharding.FULL,
+        shard_ranks=None,
+        wrap=Wrap.LAYER,
+        parameters=student_recipe.compute,
+        reduce=student_recipe.compute,
+        optimizer=Optimizer.ADAMW,
+        activation_checkpointing=False,
+        optimizer_in_backward=False,
+        accumulate=1,
+        offload=Offload.NONE,
+        loading=Loading.EVERY_RANK if whole else student_recipe.loading,
+        upcast_after_wrap=False,
+        attention_mask=(
+            student_recipe.attention_mask if teacher.masked is None else teacher.masked
+        ),
+    )

@@ -1,0 +1,76 @@
+"""Host memory of a job: processes, loading, what is offloaded, the export."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from services.shared.memory.hardware import Hardware
+from services.shared.memory.planning.rank_job import Job
+from services.shared.memory.recipe import Loading, Offload, Recipe
+from services.shared.memory.sizes import GIB, MIB
+
+# torch, transformers and accelerate imported take 333 MiB of a process (measured 2026-11 on Debian
+# 12, CPU build); an accelerator's runtime maps about as much again into the host.
+RANK_PROCESS_BYTES = 768 * MIB
+# A loader process is a fork with batches of its own; a supervisor takes 62 MiB (measured as above).
+DATA_WORKER_BYTES = 96 * MIB
+# services/shared/training/sharding/load.py reads 4 Mi elements at a time; 64 MiB for a moment while it sums them.
+LOADING_CHUNK_BYTES = 64 * MIB
+# Page cache, pinned staging buffers and allocator slack are outside this sum.
+HOST_UNCERTAINTY_BYTES = 4 * GIB
+
+
+class HostPlan(NamedTuple):
+    """Bytes of the one host that all ranks share: always there, and the larger of the two moments.
+
+    Loading and training do not happen together; `export` comes last, over what training holds.
+    """
+
+    processes: int
+    offloaded: int
+    loading: int
+    export: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most of load, train and export."""
+        training = self.processes + self.offloaded
+        return max(self.processes + self.loading, training + self.export)
+
+    def to_json(self) -> dict[str, int]:
+        """Return the parts as plain values."""
+        return {
+            "processes": self.processes,
+            "offloaded": self.offloaded,
+            "loading": self.loading,
+            "export": self.export,
+        }
+
+
+def host_plan(job: Job, hardware: Hardware) -> HostPlan:
+    """Return the host memory of `job` with all ranks on one host."""
+    recipe, ranks = job.recipe, hardware.ranks
+    units = job.units
+    offloaded = 0
+    if recipe.offload is not Offload.NONE:
+        # The update runs where the state is: gradients and parameters need a copy there too.
+        for part in ("optimizer_bytes", "parameter_bytes", "gradient_bytes"):
+            offloaded += units.total(part)
+    largest = max(unit.largest_tensor_elements for unit in units.all)
+    workers = ranks * recipe.data_workers * DATA_WORKER_BYTES
+    return HostPlan(
+        processes=ranks * RANK_PROCESS_BYTES + workers,
+        offloaded=offloaded * ranks,
+        loading=_loading(job, recipe, ranks),
+        export=largest * recipe.compute.size_bytes,
+    )
+
+
+def _loading(job: Job, recipe: Recipe, ranks: int) -> int:
+    whole = job.shape.num_parameters * recipe.checkpoint.size_bytes
+    if recipe.loading is Loading.RANK0:
+        return whole
+    if recipe.loading is Loading.EVERY_RANK:
+        return ranks * whole
+    kept = job.units.total("parameter_bytes") if recipe.offload is Offload.ALL else 0
+    return ranks * (LOADING_CHUNK_BYTES + kept)

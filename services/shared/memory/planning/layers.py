@@ -1,0 +1,215 @@
+"""The operations of one transformer layer, family by family, as transformers runs them.
+
+Each layer was read off the operations that a dry run of the family dispatches (transformers 5.12 to
+5.24, torch 2.5 and 2.13, CPU kernels for a fake device).
+"""
+
+from __future__ import annotations
+
+from services.shared.memory.architecture.dimensions import BERT_LIKE, LLAMA_LIKE, Dimensions, Family
+from services.shared.memory.errors import InvalidInput
+from services.shared.memory.planning.allocation_tape import Gradient, Tape, Value
+from services.shared.memory.planning.attention import attend
+from services.shared.memory.planning.operations import Operations, Tokens
+
+PLANNED_FAMILIES = (
+    LLAMA_LIKE
+    | BERT_LIKE
+    | {Family.PHI3, Family.MODERNBERT, Family.GPT_NEOX, Family.GPT_BIGCODE, Family.OPT}
+)
+
+
+def check_planned(dims: Dimensions) -> None:
+    """Raise InvalidInput for a family whose activations are not described here."""
+    if dims.family not in PLANNED_FAMILIES:
+        raise InvalidInput(
+            "model",
+            f"the tensors of {dims.family} are known, its activations are not",
+            accepted=sorted(str(family) for family in PLANNED_FAMILIES),
+        )
+
+
+def play_layer(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value, *, recompute: bool) -> Value:
+    """Run one layer on `tape` from its input `x`; return its output.
+
+    `recompute` leaves out what checkpointing skips: everything after the last saved tensor.
+    """
+    layer = _Layer(tape, dims, tokens, recompute=recompute)
+    if dims.family in BERT_LIKE:
+        return layer.post_norm(x)
+    if dims.family in LLAMA_LIKE or dims.family is Family.PHI3:
+        return layer.gated_decoder(x)
+    if dims.family is Family.MODERNBERT:
+        return layer.modern_encoder(x)
+    return layer.pre_norm(x)
+
+
+def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> Value:
+    """Run what follows the last layer; models without a final norm hand `x` on."""
+    layer = _Layer(tape, dims, tokens, recompute=False)
+    if dims.family in BERT_LIKE:
+        return x
+    if dims.family in LLAMA_LIKE or dims.family is Family.PHI3:
+        return layer.rms_norm(x, dims.hidden_size, 1, "final norm")
+    return layer.layer_norm(x, "final norm")
+
+
+class _Layer(Operations):
+    """A layer as the sequence of its operations."""
+
+    def gated_decoder(self, x: Value) -> Value:
+        """Llama and its kin: norm, attention, add, norm, gated MLP, add."""
+        tape, dims = self.tape, self.dims
+        normed = self.rms_norm(x, dims.hidden_size, 1, "input norm")
+        attended = self.rotary_attention(normed)
+        tape.drop(normed)
+        if self.sandwich:
+            attended = self.renormed(attended, "post-attention norm")
+        middle = self.add(x, attended, self.hidden_bytes)
+        tape.drop(attended)
+        normed = self.rms_norm(middle, dims.hidden_size, 1, "MLP norm")
+        # Gemma 2 and 3 end in a norm, which saves: nothing of the MLP is skipped on recomputing.
+        output_bytes = self.hidden_bytes if self.sandwich else self.output_bytes
+        mlp = self.gated_mlp(normed, output_bytes)
+        tape.drop(normed)
+        if self.sandwich:
+            mlp = self.renormed(mlp, "post-MLP norm")
+        out = self.add(middle, mlp, self.output_bytes)
+        tape.drop(middle, mlp)
+        return out
+
+    def post_norm(self, x: Value) -> Value:
+        """BERT and its kin: attention, add and norm, MLP, add and norm."""
+        tape, dims = self.tape, self.dims
+        attended = self.plain_attention(x)
+        if dims.family is not Family.DISTILBERT:
+            attended = self.dropout(attended)
+        middle = self.added_and_normed(x, attended, "attention")
+        wide = self.linear(middle, self.wide_bytes, "MLP up", bias=True)
+        active = self.unary(wide, "GELU")
+        tape.drop(wide)
+        narrow = self.linear(active, self.hidden_bytes, "MLP down", bias=True)
+        tape.drop(active)
+        out = self.added_and_normed(middle, self.dropout(narrow), "MLP")
+        tape.drop(middle)
+        return out
+
+    def pre_norm(self, x: Value) -> Value:
+        """GPT-NeoX, GPT-BigCode and OPT: LayerNorms in front, an MLP without a gate."""
+        tape = self.tape
+        # GPT-NeoX runs attention and MLP side by side from the same input.
+        parallel = self.dims.family is Family.GPT_NEOX
+        normed = self.layer_norm(x, "input norm")
+        attended = self.dropout(self.plain_attention(normed))
+        tape.drop(normed)
+        middle = x
+        if not parallel:
+            middle = self.add(x, attended, self.hidden_bytes)
+            tape.drop(attended)
+        normed = self.layer_norm(middle, "MLP norm")
+        mlp = self.plain_mlp(normed)
+        if parallel:
+            summed = self.add(mlp, attended, self.hidden_bytes)
+            tape.drop(mlp, attended)
+            mlp = summed
+        out = self.add(middle, mlp, self.output_bytes)
+        tape.drop(normed, mlp, *(() if parallel else (middle,)))
+        return out
+
+    def modern_encoder(self, x: Value) -> Value:
+        """ModernBERT: pre-norm, fused q/k/v with rotary positions, fused gate and up."""
+        tape = self.tape
+        normed = self.layer_norm(x, "input norm")
+        attended = self.rotary_attention(normed)
+        tape.drop(normed)
+        middle = self.add(x, attended, self.hidden_bytes)
+        tape.drop(attended)
+        normed = self.layer_norm(middle, "MLP norm")
+        mlp = self.gated_mlp(normed, self.output_bytes)
+        tape.drop(normed)
+        out = self.add(middle, mlp, self.output_bytes)
+        tape.drop(middle, mlp)
+        return out
+
+    def rotary_attention(self, normed: Value) -> Value:
+        """q/k/v, q/k norms where there are any, rotary positions, attention, output projection."""
+        tape, dims, heads = self.tape, self.dims, self.heads
+        fused = dims.family in (Family.PHI3, Family.MODERNBERT)
+        if fused:
+            query, key, value = self.fused_projection(normed)
+        else:
+            query = self.linear(normed, heads.query_bytes, "query", bias=dims.attention_bias)
+            if dims.qk_norm:
+                query = self.head_normed(query, dims.num_heads)
+            key = self.linear(normed, heads.key_bytes, "key", bias=dims.attention_bias)
+            if dims.qk_norm:
+                key = self.head_normed(key, dims.num_kv_heads)
+            value = self.linear(normed, heads.key_bytes, "value", bias=dims.attention_bias)
+        if dims.family is Family.MODERNBERT and self.value_bytes < 4:
+            raised = self.rotate_raised(query), self.rotate_raised(key)
+            turned_query = self.lowered(raised[0], heads.query_bytes, "rotary")
+            turned_key = self.lowered(raised[1], heads.key_bytes, "rotary")
+            tape.drop(*raised)
+        else:
+            turned_query, turned_key = self.rotate(query), self.rotate(key)
+        tape.drop(query, key)
+        context = attend(tape, heads, self.kernel, (turned_query, turned_key, value))
+        out = self.linear(context, self.hidden_bytes, "attention output", bias=dims.output_bias)
+        tape.drop(context, turned_query, turned_key, value)
+        return out
+
+    def plain_attention(self, x: Value) -> Value:
+        """Attention without positions of its own: three projections, or one fused."""
+        tape, dims, heads = self.tape, self.dims, self.heads
+        if dims.family in BERT_LIKE or dims.family is Family.OPT:
+            parts = [
+                self.linear(x, heads.query_bytes, name, bias=dims.attention_bias)
+                for name in ("query", "key", "value")
+            ]
+            query, key, value = parts
+        else:
+            query, key, value = self.fused_projection(x)
+        if dims.family is Family.GPT_NEOX:
+            turned = self.rotate(query), self.rotate(key)
+            tape.drop(query, key)
+            query, key = turned
+        context = attend(tape, heads, self.kernel, (query, key, value))
+        out = self.linear(context, self.hidden_bytes, "attention output", bias=dims.output_bias)
+        tape.drop(context, query, key, value)
+        return out
+
+    def gated_mlp(self, x: Value, output_bytes: int) -> Value:
+        """down(act(gate(x)) * up(x)), gate and up fused where the family fuses them."""
+        tape, dims = self.tape, self.dims
+        if dims.family in (Family.PHI3, Family.MODERNBERT):
+            both = self.linear(x, 2 * self.wide_bytes, "MLP gate and up", bias=dims.mlp_bias)
+            gate, up = tape.split("MLP gate and up", both, (self.wide_bytes, self.wide_bytes))
+            tape.drop(both)
+            active = self.unary(gate, "activation")
+        else:
+            gate = self.linear(x, self.wide_bytes, "MLP gate", bias=dims.mlp_bias)
+            active = self.unary(gate, "activation")
+            up = self.linear(x, self.wide_bytes, "MLP up", bias=dims.mlp_bias)
+        tape.drop(gate)
+        product = tape.op(
+            "MLP product",
+            self.wide_bytes,
+            [Gradient(active, self.wide_bytes), Gradient(up, self.wide_bytes)],
+            saves=[active, up],
+        )
+        tape.drop(active, up)
+        down = self.linear(
+            product, self.hidden_bytes, "MLP down", bias=dims.mlp_bias, out_bytes=output_bytes
+        )
+        tape.drop(product)
+        return down
+
+    def plain_mlp(self, x: Value) -> Value:
+        """down(act(up(x))) with a dropout behind."""
+        bias = self.dims.mlp_bias
+        wide = self.linear(x, self.wide_bytes, "MLP up", bias=bias)
+        active = self.unary(wide, "activation", keeps_output=self.dims.family is Family.OPT)
+        self.tape.drop(wide)
+        out = self.linear(active, self.hidden_bytes, "MLP down", bias=bias)
+        self.tape.drop(active)
+        return self.dropout(out)

@@ -1,0 +1,255 @@
+"""The operations that layers are made of, with what each allocates, saves and frees.
+
+Sizes: T = tokens of the micro-batch on one rank, S = sequence length, h = hidden size; one value takes
+`value_bytes` (compute dtype), 4 where a norm or a softmax raises to float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from services.shared.memory.architecture.dimensions import BERT_LIKE, Dimensions, Family
+from services.shared.memory.planning.allocation_tape import Gradient, Tape, Value
+from services.shared.memory.planning.attention import Heads, Kernel
+from services.shared.memory.recipe import Attention
+
+
+class Tokens(NamedTuple):
+    """What passes a layer: the batch, the compute width, and which kernels run."""
+
+    batch: int
+    sequence_length: int
+    value_bytes: int
+    attention: Attention
+    mask: bool
+    training: bool
+    cpu_kernels: bool
+
+    @property
+    def total(self) -> int:
+        """Padded tokens of the micro-batch."""
+        return self.batch * self.sequence_length
+
+
+# One part in so many of each head is turned: partial_rotary_factor (Phi-3: whole heads, but written
+# as a part) and rotary_pct (GPT-NeoX, Pythia: 0.25).
+_TURNED = {Family.PHI3: 1, Family.GPT_NEOX: 4}
+
+
+# OPT drops hidden states only: attention_dropout is 0 in its configs.
+_ATTENTION_DROPOUT = BERT_LIKE | {Family.GPT_BIGCODE}
+
+
+class Operations:
+    """Operations on one tape with the sizes of one layer at hand.
+
+    `recompute` gives the layer's last operations no output: checkpointing stops before them.
+    """
+
+    def __init__(self, tape: Tape, dims: Dimensions, tokens: Tokens, *, recompute: bool) -> None:
+        self.tape, self.dims, self.tokens = tape, dims, tokens
+        self.count, self.value_bytes = tokens.total, tokens.value_bytes
+        self.hidden_bytes = self.count * dims.hidden_size * self.value_bytes
+        self.wide_bytes = self.count * dims.intermediate_size * self.value_bytes
+        self.output_bytes = 0 if recompute else self.hidden_bytes
+        self.gemma = dims.family in (Family.GEMMA, Family.GEMMA2, Family.GEMMA3)
+        self.sandwich = dims.family in (Family.GEMMA2, Family.GEMMA3)
+        self.kernel = Kernel(
+            tokens.attention,
+            mask=tokens.mask,
+            dropout=dims.dropout and tokens.training and dims.family in _ATTENTION_DROPOUT,
+            softcap=dims.family is Family.GEMMA2,
+            softmax_float32=dims.family not in BERT_LIKE,
+            cpu=tokens.cpu_kernels,
+            lays_out=dims.family in _TURNED,
+        )
+        self.heads = Heads(
+            tokens.batch,
+            tokens.sequence_length,
+            dims.num_heads,
+            dims.num_kv_heads,
+            dims.head_dim,
+            tokens.value_bytes,
+        )
+
+    def linear(
+        self,
+        x: Value,
+        size_bytes: int,
+        what: str,
+        *,
+        bias: bool = False,
+        out_bytes: int | None = None,
+    ) -> Value:
+        """A matrix product: saves its input; backward makes the weight's gradient, then x's."""
+        width = size_bytes // (self.count * self.value_bytes)
+        inputs = x.size_bytes // (self.count * self.value_bytes)
+        weights = [width * inputs * self.value_bytes, *([width * self.value_bytes] if bias else ())]
+        return self.tape.op(
+            what,
+            size_bytes if out_bytes is None else out_bytes,
+            [Gradient(x, x.size_bytes)],
+            saves=[x],
+            weight_bytes=weights,
+        )
+
+    def unary(self, x: Value, what: str, *, keeps_output: bool = False) -> Value:
+        """An activation that saves its input, or like ReLU its output."""
+        saves = () if keeps_output else (x,)
+        gradient = [Gradient(x, x.size_bytes)]
+        return self.tape.op(what, x.size_bytes, gradient, saves=saves, saves_out=keeps_output)
+
+    def add(self, left: Value, right: Value, out_bytes: int) -> Value:
+        """A sum: nothing saved, the gradient handed on to both."""
+        both = [Gradient(left, alias=True), Gradient(right, alias=True)]
+        return self.tape.op("residual", out_bytes, both)
+
+    def dropout(self, x: Value) -> Value:
+        """Dropout in training: a mask of one byte a value, of x's width with CPU kernels."""
+        if not (self.dims.dropout and self.tokens.training):
+            return x
+        mask_bytes = x.size_bytes // (1 if self.tokens.cpu_kernels else self.value_bytes)
+        out = self.tape.op(
+            "dropout", x.size_bytes, [Gradient(x, x.size_bytes)], also_saves=[mask_bytes]
+        )
+        self.tape.drop(x)
+        return out
+
+    def layer_norm(self, x: Value, what: str) -> Value:
+        """A fused LayerNorm: saves its input, mean and inverse deviation."""
+        bias = 0 if self.dims.family is Family.MODERNBERT else 1
+        width = self.dims.hidden_size * self.value_bytes
+        return self.tape.op(
+            what,
+            x.size_bytes,
+            [Gradient(x, x.size_bytes)],
+            saves=[x],
+            also_saves=[4 * self.count, 4 * self.count],
+            weight_bytes=[width] * (1 + bias),
+        )
+
+    def rms_norm(self, x: Value, width: int, rows: int, what: str) -> Value:
+        """An RMS norm written out in float32, over `rows` vectors of `width` a token."""
+        tape, count = self.tape, self.count * rows
+        wide, row = 4 * count * width, 4 * count
+        raised = self._raised(x, wide, what)
+        squared = tape.op(what, wide, [Gradient(raised, wide, (wide, wide))], saves=[raised])
+        mean = tape.op(what, row, [Gradient(squared, wide)])
+        tape.drop(squared)
+        shifted = tape.op(what, row, [Gradient(mean, alias=True)])
+        inverse = tape.op(what, row, [Gradient(shifted, row)], saves_out=True)
+        tape.drop(shifted)
+        scaled = tape.op(
+            what,
+            wide,
+            [Gradient(raised, wide), Gradient(inverse, row, (wide,))],
+            saves=[raised, inverse],
+        )
+        tape.drop(raised)
+        if self.gemma:
+            out = self._gemma_weight(scaled, x, width, what)
+            tape.drop(scaled)
+        else:
+            lowered = self.lowered(scaled, x.size_bytes, what)
+            out = tape.op(
+                what,
+                x.size_bytes,
+                [Gradient(lowered, x.size_bytes, (x.size_bytes,))],
+                saves=[lowered],
+                weight_bytes=[width * self.value_bytes],
+            )
+            tape.drop(lowered, scaled)
+        tape.drop(mean, inverse)
+        return out
+
+    def _raised(self, x: Value, wide: int, what: str) -> Value:
+        if x.size_bytes == wide:
+            x.holders += 1
+            return x
+        return self.tape.op(what, wide, [Gradient(x, x.size_bytes)])
+
+    def lowered(self, x: Value, size_bytes: int, what: str) -> Value:
+        """Cast down, or name the same tensor again; `x` stays named."""
+        if x.size_bytes == size_bytes:
+            x.holders += 1
+            return x
+        return self.tape.op(what, size_bytes, [Gradient(x, x.size_bytes)])
+
+    def _gemma_weight(self, scaled: Value, x: Value, width: int, what: str) -> Value:
+        """Gemma multiplies by (1 + weight) in float32 and only then lowers."""
+        wide = scaled.size_bytes
+        product = self.tape.op(
+            what,
+            wide,
+            [Gradient(scaled, wide, (wide,))],
+            saves=[scaled],
+            weight_bytes=[4 * width],
+        )
+        if x.size_bytes == wide:
+            return product
+        out = self.tape.op(what, x.size_bytes, [Gradient(product, wide)])
+        self.tape.drop(product)
+        return out
+
+    def head_normed(self, x: Value, heads: int) -> Value:
+        normed = self.rms_norm(x, self.dims.head_dim, heads, "head norm")
+        self.tape.drop(x)
+        return normed
+
+    def renormed(self, x: Value, what: str) -> Value:
+        normed = self.rms_norm(x, self.dims.hidden_size, 1, what)
+        self.tape.drop(x)
+        return normed
+
+    def rotate(self, x: Value) -> Value:
+        """x * cos + rotate_half(x) * sin: nothing saved but the positions' own tables.
+
+        Where only a part of each head turns, the rest is joined to it in a new tensor.
+        """
+        tape, whole = self.tape, x.size_bytes
+        size = whole // _TURNED.get(self.dims.family, 1)
+        straight = tape.op("rotary", size, [Gradient(x, size)])
+        turned = tape.op("rotary", size, [Gradient(x, size, (size,))], extra_bytes=[size // 2])
+        sine = tape.op("rotary", size, [Gradient(turned, size)])
+        tape.drop(turned)
+        both = [Gradient(straight, alias=True), Gradient(sine, alias=True)]
+        out = tape.op("rotary", size, both)
+        tape.drop(straight, sine)
+        if self.dims.family not in _TURNED:
+            return out
+        joined = tape.op("rotary", whole, [Gradient(out, alias=True), Gradient(x, alias=True)])
+        tape.drop(out)
+        return joined
+
+    def rotate_raised(self, x: Value) -> Value:
+        """ModernBERT turns in float32, raising the input once for each of the two products."""
+        tape, size = self.tape, x.size_bytes
+        wide = size * 4 // self.value_bytes
+        raised = tape.op("rotary", wide, [Gradient(x, size)])
+        straight = tape.op("rotary", wide, [Gradient(raised, wide)])
+        tape.drop(raised)
+        raised = tape.op("rotary", wide, [Gradient(x, size)])
+        turned = tape.op("rotary", wide, [Gradient(raised, wide, (wide,))], extra_bytes=[wide // 2])
+        tape.drop(raised)
+        sine = tape.op("rotary", wide, [Gradient(turned, wide)])
+        tape.drop(turned)
+        both = [Gradient(straight, alias=True), Gradient(sine, alias=True)]
+        out = tape.op("rotary", wide, both)
+        tape.drop(straight, sine)
+        return out
+
+    def fused_projection(self, x: Value) -> tuple[Value, Value, Value]:
+        """One product for q, k and v; the three are views whose gradients are joined."""
+        tape, heads = self.tape, self.heads
+        total = heads.query_bytes + 2 * heads.key_bytes
+        fused = self.linear(x, total, "query, key and value", bias=self.dims.attention_bias)
+        sizes = (heads.query_bytes, heads.key_bytes, heads.key_bytes)
+        query, key, value = tape.split("query, key and value", fused, sizes)
+        tape.drop(fused)
+        return query, key, value
+
+    def added_and_normed(self, x: Value, y: Value, what: str) -> Value:
+        summed = self.add(x, y, self.hidden_bytes)
+        out = self.layer_norm(summed, f"{what} norm")
+        self.tape.drop(summed, y)
+        return out

@@ -1,0 +1,1 @@
+"""Training checkpoints: what is saved, and how a loop resumes from it."""

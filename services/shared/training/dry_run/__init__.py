@@ -1,0 +1,1 @@
+"""One training step at full size on fake tensors, with its memory counted."""

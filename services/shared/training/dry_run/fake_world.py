@@ -1,0 +1,85 @@
+"""Runs what the ranks run without the memory and without the other ranks.
+
+Tensors have shapes and no values (FakeTensorMode), collectives return at once (torch's `fake` process
+group). Code that reads a value is told 1, or False: the loss is finite, no two buffers are equal, and
+an attention mask has holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._sharding_prop as sharding_prop
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
+
+from services.shared.jobs.run_directory import RunDirectory
+from services.shared.training.dry_run.live_storage import replaced
+from services.shared.training.process import StopWatch, World
+
+# torch 2.5 has no such question, and shards by FSDP1, which knows no DTensor.
+_SHAPES = (
+    [(sharding_prop, "detect_fake_mode", lambda *_: None)]
+    if hasattr(sharding_prop, "detect_fake_mode")
+    else []
+)
+
+
+@contextmanager
+def fake_world(ranks: int) -> Iterator[World]:
+    """Be rank 0 of `ranks`; inside, every new tensor is a fake one."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    stopping = StopWatch(RunDirectory(Path()), rank=1)  # only rank 0 would look for a file
+    try:
+        with ExitStack() as stack:
+            for owner, name, value in (
+                # DTensor would take our mode for its own questions about shapes.
+                *_SHAPES,
+                # Or transformers (5.24) builds the mask that it leaves out in a real run.
+                (masking_utils, "is_tracing", lambda *_: False),
+                # It reads positions, to learn whether a row holds several texts: ours hold one.
+                (masking_utils, "find_packed_sequence_indices", lambda *_: None),
+            ):
+                stack.enter_context(replaced(owner, name, value))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
+            stack.enter_context(_Lists())
+            yield World(rank=0, size=ranks, device=torch.device("cpu"), stopping=stopping)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers where code reads a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _answer(args[0].dtype)
+        if func is torch.ops.aten.equal.default:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+class _Lists(TorchFunctionMode):
+    """Answers where code reads a list of values, which torch does without an operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
+            (values,) = args
+            assert values.ndim == 1, values.shape
+            return [_answer(values.dtype)] * len(values)
+        return func(*args, **(kwargs or {}))
+
+
+def _answer(dtype: torch.dtype) -> Any:
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1

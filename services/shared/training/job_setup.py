@@ -1,0 +1,102 @@
+"""From a task to an empty sharded classifier: the steps that every kind of job begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from services.shared.datasets.card import Head, Split
+from services.shared.jobs.run_directory import RunDirectory, RunInput
+from services.shared.jobs.spec import Recipe, TrainedTokenizer, Training
+from services.shared.jobs.state import Reason
+from services.shared.model.classifier import build_classifier
+from services.shared.model.tokens import load_tokenizer, read_rows, train_tokenizer
+from services.shared.training.process import RunFailed, World, blame
+from services.shared.training.sharding.shard import Engine, Sharded, parameter_dtype, shard
+
+
+def chosen_recipe(task: RunInput) -> Recipe:
+    """Return the recipe with `auto` resolved by whoever planned the job."""
+    if task.recipe:
+        return Recipe.model_validate(task.recipe)
+    return task.spec.recipe if isinstance(task.spec.recipe, Recipe) else Recipe()
+
+
+def inference_recipe(recipe: Recipe) -> Recipe:
+    """Return how a teacher is sharded beside a student of `recipe`: it only runs forward."""
+    return recipe.model_copy(
+        update={
+            "sharding": "full",
+            "wrap": "layer",
+            "parameters": recipe.compute,
+            "reduce": recipe.compute,
+            "optimizer": "adamw",  # none is built; adamw_bf16 would fix the parameters' type
+            "activation_checkpointing": False,
+            "offload": "none",
+        }
+    )
+
+
+def token_budget(recipe: Recipe, training: Training) -> int:
+    """Return the most padded tokens one rank holds in one forward pass."""
+    return min(
+        recipe.micro_batch_tokens or training.micro_batch_tokens, training.micro_batch_tokens
+    )
+
+
+def trained_tokenizer(
+    run: RunDirectory, task: RunInput, wanted: TrainedTokenizer, world: World
+) -> Any:
+    """Return a tokenizer that rank 0 trains on the training texts."""
+    directory = run.path / "tokenizer"
+    if world.is_first:
+        texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
+        train_tokenizer(texts, vocab_size=wanted.vocab_size, directory=directory)
+    world.barrier()
+    return load_tokenizer(directory)
+
+
+def read_config(directory: Path) -> PretrainedConfig:
+    """Return the configuration of a model directory. Raises RunFailed(BAD_MODEL)."""
+    with blame(Reason.BAD_MODEL):
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    return config
+
+
+def check_length(config: PretrainedConfig, max_length: int) -> None:
+    """Raise RunFailed(BAD_SPEC) where texts may be longer than the model has positions."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and max_length > longest:
+        raise RunFailed(
+            Reason.BAD_SPEC,
+            f"training.max_length is {max_length}, but the model reads at most {longest} tokens",
+        )
+
+
+def shard_model(
+    config: PretrainedConfig,
+    heads: Sequence[Head],
+    recipe: Recipe,
+    world: World,
+    *,
+    projections: Mapping[int, int] | None = None,
+    engine: Engine | None = None,
+) -> Sharded:
+    """Return an empty sharded classifier; `projections` maps its layers to widths.
+
+    Raises RunFailed(BAD_MODEL).
+    """
+    with blame(Reason.BAD_MODEL):
+        with torch.device("meta"):
+            classifier = build_classifier(
+                config, heads, attention=recipe.attention, dtype=parameter_dtype(recipe)
+            )
+            for layer, width in (projections or {}).items():
+                classifier.add_projections([layer], width)
+        return shard(classifier, recipe, world, engine=engine)

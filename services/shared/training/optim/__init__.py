@@ -1,0 +1,1 @@
+"""Optimizers: update rules, small-state AdamW variants, Adafactor."""

@@ -1,0 +1,137 @@
+"""AdamW whose moments take one byte each: codes into a table, and a scale for every 256 of them.
+
+Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (block size, table, rounding to the
+nearest entry); the update itself is made of the moments before they are rounded. Plain torch operators
+on any device: torchao 0.18, whose optimizer has the same format, compiles a kernel for every shape and
+does not import on torch 2.5; bitsandbytes has no build for DCU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from services.shared.training.optim.chunked_adamw import ChunkedAdamW
+from services.shared.training.optim.stochastic_rounding import round_into
+
+BLOCK = 256
+_DIGITS = 7  # orders of magnitude that the table covers
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
+
+
+class AdamW8Bit(ChunkedAdamW):
+    """The rule. Blocks are counted from the start of each piece."""
+
+    blocks: Mapping[str, int] = MappingProxyType({f"{key}_scale": BLOCK for key in _MOMENTS})
+    chunk_elements = 4 * 2**20  # a multiple of BLOCK
+
+    def __init__(self, groups: Sequence[Any], *, seed: int, rank: int) -> None:
+        super().__init__(groups, seed=seed, rank=rank)
+        self._tables = {key: table(signed=signed) for key, signed in _MOMENTS.items()}
+
+    def _update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        *,
+        learning_rate: float,
+        decay: float,
+        step: int,
+        generator: torch.Generator,
+    ) -> None:
+        one, two = self._betas
+        g = gradient.float()
+        mean = self._read(state, "exp_avg").lerp_(g, 1 - one)
+        self._write(state, "exp_avg", mean)
+        square = self._read(state, "exp_avg_sq").mul_(two).addcmul_(g, g, value=1 - two)
+        self._write(state, "exp_avg_sq", square)
+        denominator = square.div_(1 - two ** (step + 1)).sqrt_().add_(self._epsilon)
+        updated = parameter.float().mul_(1 - learning_rate * decay)
+        updated.addcdiv_(mean, denominator, value=-learning_rate / (1 - one ** (step + 1)))
+        if parameter.dtype != torch.float32:  # else `updated` is the parameter
+            round_into(parameter, updated, generator)
+
+    def _empty(self, like: Tensor) -> dict[str, Tensor]:
+        """Return moments of nothing: whatever the codes, their scales are 0."""
+        state = {}
+        for key in _MOMENTS:
+            state[key] = torch.zeros_like(like, dtype=torch.uint8)
+            num_blocks = -(-like.numel() // BLOCK)
+            state[f"{key}_scale"] = torch.zeros(num_blocks, dtype=torch.float32, device=like.device)
+        return state
+
+    def _part(self, state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
+        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
+        return {key: value[blocks if key in self.blocks else part] for key, value in state.items()}
+
+    def _read(self, state: Mapping[str, Tensor], key: str) -> Tensor:
+        codes, scale = state[key], state[f"{key}_scale"]
+        return decode(codes, scale, self._table(key, codes.device))
+
+    def _write(self, state: Mapping[str, Tensor], key: str, values: Tensor) -> None:
+        encode_into(state[key], state[f"{key}_scale"], values, self._table(key, values.device))
+
+    def _table(self, key: str, device: torch.device) -> Tensor:
+        if self._tables[key].device != device:
+            self._tables[key] = self._tables[key].to(device)
+        return self._tables[key]
+
+    @torch.no_grad()
+    def restore(self, name: str, state: dict[str, Tensor]) -> None:
+        """Put back the state of one piece; scales come for each element.
+
+        Where the piece is cut as it was saved, its blocks come back to the bit; elsewhere a block may
+        have had several scales, and is encoded anew.
+        """
+        found: dict[str, Tensor] = {}
+        for key in _MOMENTS:
+            codes, each = state[key], state[f"{key}_scale"]
+            scale = each[::BLOCK].contiguous()
+            if not torch.equal(_each(scale, len(each)), each):
+                entries = self._table(key, codes.device)
+                values = entries[codes.int()].mul_(each)
+                encode_into(codes, scale, values, entries)
+            found |= {key: codes, f"{key}_scale": scale}
+        self._state[name] = found
+
+
+def table(*, signed: bool) -> Tensor:
+    """Return the 256 values that codes stand for, float32, ascending, between -1 (or 0) and 1.
+
+    Each order of magnitude has twice as many as the one below it, half-way between equal steps; 0
+    and 1 are there exactly.
+    """
+    values = [0.0, 1.0]
+    for digit in range(_DIGITS):
+        count = 2**digit if signed else 2 ** (digit + 1)
+        width = 0.9 / count
+        magnitudes = [10 ** (digit - _DIGITS + 1) * (0.1 + (i + 0.5) * width) for i in range(count)]
+        values += magnitudes
+        values += [-value for value in magnitudes] if signed else []
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+def decode(codes: Tensor, scale: Tensor, entries: Tensor) -> Tensor:
+    """Return float32 [n] for codes [n] and the scales of their blocks [ceil(n / 256)]."""
+    return entries[codes.int()].mul_(_each(scale, len(codes)))
+
+
+def encode_into(codes: Tensor, scale: Tensor, values: Tensor, entries: Tensor) -> None:
+    """Write float32 values [n] as codes [n] and scales [ceil(n / 256)], the largest of each block."""
+    largest = pad(values.abs(), (0, -len(values) % BLOCK)).view(-1, BLOCK).amax(1)
+    # A block of zeros needs a scale, too.
+    scale.copy_(largest.clamp_min_(torch.finfo(torch.float32).tiny))
+    between = (entries[1:] + entries[:-1]) / 2
+    normal = values / _each(scale, len(values))
+    codes.copy_(torch.bucketize(normal, between, out_int32=True, right=True))
+
+
+def _each(scale: Tensor, count: int) -> Tensor:
+    """Return the scale of each element."""
+    return scale.repeat_interleave(BLOCK)[:count]

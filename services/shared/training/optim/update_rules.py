@@ -1,0 +1,194 @@
+"""How gradients become updates, for each optimizer of `spec.Recipe`, over pieces.
+
+A rule sees flat local tensors only, so it is the same under FSDP1 and FSDP2, and its state is cut
+exactly as the parameters are: a checkpoint of one number of ranks can be read by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from services.shared.jobs.spec import Recipe, Training
+from services.shared.jobs.state import Reason
+from services.shared.training.optim.adafactor import Adafactor
+from services.shared.training.optim.adamw_8bit import AdamW8Bit
+from services.shared.training.optim.adamw_bf16 import AdamWBf16
+from services.shared.training.process import RunFailed
+from services.shared.training.sharding.shard import Piece, Sharded
+
+
+@dataclass
+class Group:
+    """Pieces with the same weight decay."""
+
+    pieces: list[Piece]
+    weight_decay: float
+
+
+class Rule(Protocol):
+    """How gradients become updates."""
+
+    whole: frozenset[str]  # the keys of state that every rank holds whole
+    blocks: Mapping[str, int]  # keys with one value for so many elements of a piece
+
+    def apply(self, pieces: Sequence[Piece], learning_rate: float, step: int) -> None:
+        """Update `pieces` from their gradients, on all ranks alike; `step` counts from 0."""
+        ...
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state tensors by piece name, cut like the piece or whole."""
+        ...
+
+    def restore(self, name: str, state: dict[str, Tensor]) -> None:
+        """Put back the state of one piece; what is whole comes on the host.
+
+        Of blocks comes the value for each element: they may have been cut elsewhere.
+        """
+
+
+def build_rule(sharded: Sharded, training: Training, *, rank: int) -> Rule:
+    """Return the rule of a recipe. Raises RunFailed(BAD_SPEC) for one that cannot run here."""
+    recipe = sharded.recipe
+    groups = decay_groups(sharded.pieces, training.weight_decay)
+    if recipe.offload == "optimizer" and recipe.optimizer != "adamw":
+        raise RunFailed(
+            Reason.BAD_SPEC, "recipe.offload optimizer is for adamw: other rules keep little"
+        )
+    if recipe.optimizer in ("adamw", "sgd"):
+        return TorchRule(recipe, groups)
+    if recipe.optimizer == "adafactor":
+        return Adafactor(groups, replicated=sharded.replicated, seed=training.seed, rank=rank)
+    rule = AdamWBf16 if recipe.optimizer == "adamw_bf16" else AdamW8Bit
+    # Replicas must round alike.
+    return rule(groups, seed=training.seed, rank=0 if sharded.replicated else rank)
+
+
+def decay_groups(pieces: Sequence[Piece], weight_decay: float) -> list[Group]:
+    """Return matrices with weight decay; norms and biases (one dimension) without."""
+    return [
+        Group([piece for piece in pieces if len(piece.shape) > 1], weight_decay),
+        Group([piece for piece in pieces if len(piece.shape) <= 1], 0.0),
+    ]
+
+
+class TorchRule:
+    """AdamW or SGD of torch: one instance for all pieces, or one each where they are applied apart.
+
+    SGD decays weights in place first: without momentum that is the same update, and torch's foreach
+    would hold a second copy of every gradient for it.
+
+    With `offload = "optimizer"` the moments live on the host: gradient and parameter go there one
+    piece at a time, and the updated parameter comes back.
+    """
+
+    whole: frozenset[str] = frozenset({"step"})
+    blocks: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(self, recipe: Recipe, groups: Sequence[Group]) -> None:
+        self._fused = recipe.optimizer_impl == "fused"
+        self._on_host = recipe.offload == "optimizer"
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        held = [Group([p for p in g.pieces if p.local.numel()], g.weight_decay) for g in groups]
+        if recipe.optimizer_in_backward or self._on_host:
+            for group in held:
+                for piece in group.pieces:
+                    self._add(recipe, [Group([piece], group.weight_decay)])
+        elif any(group.pieces for group in held):
+            self._add(recipe, held)
+
+    def _add(self, recipe: Recipe, groups: Sequence[Group]) -> None:
+        pieces = [piece for group in groups for piece in group.pieces]
+        for piece in pieces:
+            local = piece.local
+            self._parameters[piece.name] = nn.Parameter(
+                torch.empty(0, dtype=local.dtype) if self._on_host else local
+            )
+        optimizer = _torch_optimizer(
+            recipe,
+            [
+                {
+                    "params": [self._parameters[piece.name] for piece in group.pieces],
+                    "weight_decay": group.weight_decay,
+                }
+                for group in groups
+                if group.pieces
+            ],
+        )
+        self._optimizers |= {piece.name: optimizer for piece in pieces}
+
+    def apply(self, pieces: Sequence[Piece], learning_rate: float, step: int) -> None:
+        """Update `pieces` from their gradients; torch counts the steps itself."""
+        del step
+        held = [piece for piece in pieces if piece.name in self._parameters]
+        chosen = {id(self._optimizers[p.name]): self._optimizers[p.name] for p in held}
+        for optimizer in chosen.values():
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+        if self._on_host:
+            for piece in held:
+                self._apply_on_host(piece)
+            return
+        for piece in held:
+            self._parameters[piece.name].grad = piece.gradient()
+        for optimizer in chosen.values():
+            _decay(optimizer)
+            optimizer.step()
+        for piece in held:
+            self._parameters[piece.name].grad = None
+
+    def _apply_on_host(self, piece: Piece) -> None:
+        gradient, parameter = piece.gradient(), self._parameters[piece.name]
+        if gradient is None:
+            return
+        parameter.data = piece.local.cpu()
+        parameter.grad = gradient.cpu()
+        self._optimizers[piece.name].step()
+        with torch.no_grad():
+            piece.local.copy_(parameter)
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the moments by piece; `step` is a scalar."""
+        return {
+            name: dict(self._optimizers[name].state[parameter])
+            for name, parameter in self._parameters.items()
+            if self._optimizers[name].state.get(parameter)
+        }
+
+    def restore(self, name: str, state: dict[str, Tensor]) -> None:
+        """Put back the state of one piece."""
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            return
+        if self._on_host:
+            state = {key: value.cpu() for key, value in state.items()}
+        elif self._fused:  # else torch keeps `step` on the host
+            state["step"] = state["step"].to(parameter.device)
+        self._optimizers[name].state[parameter] = state
+
+
+@torch.no_grad()
+def _decay(optimizer: torch.optim.Optimizer) -> None:
+    """Apply SGD's weight decay to the parameters that are about to be updated."""
+    for group in optimizer.param_groups:
+        if "decay_in_place" in group:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["lr"] * group["decay_in_place"])
+
+
+def _torch_optimizer(recipe: Recipe, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return torch's optimizer with exactly the implementation asked for, never its default."""
+    fused, foreach = recipe.optimizer_impl == "fused", recipe.optimizer_impl == "foreach"
+    if recipe.optimizer == "sgd":
+        apart = [group | {"decay_in_place": group.pop("weight_decay")} for group in groups]
+        return torch.optim.SGD(apart, lr=0.0, fused=fused, foreach=foreach)
+    return torch.optim.AdamW(groups, lr=0.0, fused=fused, foreach=foreach)

@@ -1,0 +1,339 @@
+"""One rank among others: it joins, agrees with the others, is told to stop, and fails aloud.
+
+A failing rank writes `ranks/<k>/failure.json` and torch elastic's own error file, then leaves with a
+non-zero exit code; torchrun ends the others, whose echoes (closed connections) come later.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from services.shared.jobs.run_directory import (
+    Failure,
+    RunDirectory,
+    RunInput,
+    StopRequest,
+    read_record,
+    write_json,
+)
+from services.shared.jobs.state import Reason
+
+# Rank 0 seals an artifact alone while the others wait: hashing 65 GB at 0.5 GB/s takes two minutes.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+STOP_REASONS = ("cancelled", "handed_back", "timed_out")
+# Freed when a rank fails for want of host memory, so that it can still say so.
+BALLAST_BYTES = 4 * 2**20
+DISK_BALLAST_BYTES = 2**18  # a failure with its traceback, in our file and in torch elastic's
+
+
+class RunFailed(Exception):
+    """The run cannot go on, for a reason that a person can act on."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class Position:
+    """Where a rank is; a failure is reported with it. Phases are those of the memory plan."""
+
+    phase: str = "load"
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place in the process group, and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+    stopping: StopWatch
+
+    @property
+    def is_first(self) -> bool:
+        """Say whether this rank speaks for all."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.sum([0.0])
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks, the same on each."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        result: list[float] = tensor.tolist()
+        return result
+
+
+class StopWatch:
+    """Notices a stop request (rank 0 looks at the file) and SIGTERM (any rank)."""
+
+    def __init__(self, run: RunDirectory, rank: int) -> None:
+        self._path = run.stop if rank == 0 else None
+        self._terminated = False
+
+    def listen(self) -> None:
+        """Take SIGTERM as a request to save and leave."""
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, _signum: int, _frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def flags(self) -> list[float]:
+        """Return one number for each of STOP_REASONS, to be summed over the ranks."""
+        reason = "handed_back" if self._terminated else None
+        if self._path is not None and self._path.exists():
+            request = read_record(self._path, StopRequest)
+            reason = request.reason if request is not None else "cancelled"
+        return [float(reason == name) for name in STOP_REASONS]
+
+
+def agreed_stop(flags: Sequence[float]) -> str | None:
+    """Return the reason that the summed flags of all ranks name, or None."""
+    return next((name for name, votes in zip(STOP_REASONS, flags, strict=True) if votes), None)
+
+
+@contextmanager
+def blame(reason: Reason) -> Iterator[None]:
+    """Turn the ValueError and OSError of reading a user's things into a failure with a reason."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if reason_of(error) is not Reason.CRASHED:  # a full disk or memory is no fault of theirs
+            raise
+        raise RunFailed(reason, str(error)) from error
+
+
+def read_task(run: RunDirectory) -> RunInput:
+    """Read what the worker wants done. Raises RunFailed(BAD_SPEC)."""
+    try:
+        return RunInput.model_validate_json(run.spec.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise RunFailed(Reason.BAD_SPEC, f"{run.spec} cannot be read: {error}") from error
+
+
+def join(run: RunDirectory, *, device: str, seed: int) -> World:
+    """Join the process group that torchrun describes in the environment.
+
+    `device` is the kind asked for; "cpu" keeps the rank off any accelerator.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    use_accelerator = device != "cpu" and torch.cuda.is_available()
+    if device != "cpu" and not use_accelerator:
+        raise RunFailed(
+            Reason.BAD_SPEC,
+            f"resources.device is {device!r}, but torch {torch.__version__} sees no accelerator here; "
+            'check the driver and the torch build (`stillhouse doctor`), or ask for "cpu"',
+        )
+    make_deterministic(seed)
+    if use_accelerator:
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+        # gloo as well: with `offload = "all"` parameters and their collectives are on the host.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT)
+    else:
+        place = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    stopping = StopWatch(run, rank)
+    stopping.listen()
+    return World(rank=rank, size=size, device=place, stopping=stopping)
+
+
+def leave() -> NoReturn:
+    """Leave the process group and end this process successfully."""
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: torch's native threads now and then abort the interpreter's shutdown ("terminate
+    # called without an active exception", torch 2.13 with gloo, one run in ten), and torchrun would
+    # take that for a failed job. Everything is on disk already.
+    os._exit(0)
+
+
+def make_deterministic(seed: int) -> None:
+    """Ask torch for the same numbers every time, as far as its kernels can."""
+    # cuBLAS and hipBLAS read it when the first handle is made.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(seed)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch for one step of one rank, so that dropout needs no state to resume from."""
+    # Odd multipliers keep neighbouring (step, rank) pairs apart; the seed is mixed by the generator.
+    torch.manual_seed((seed * 1_000_003 + step * 8_191 + rank) % 2**63)
+
+
+class _Ballast:
+    """Host memory and disk held back, so that a rank which lacks either can still say so."""
+
+    def __init__(self, directory: Path) -> None:
+        self._memory = bytearray(BALLAST_BYTES)
+        self._file: IO[bytes] | None = None
+        with suppress(OSError):  # no room even now: whatever fails next tells
+            # Nameless: the kernel frees it with this process, however that ends.
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+            self._file.write(bytes(DISK_BALLAST_BYTES))
+
+    def drop(self) -> None:
+        self._memory = bytearray()
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+
+@contextmanager
+def failures_reported(run: RunDirectory, position: Position) -> Iterator[None]:
+    """Write why this rank fails, then let the error go on; the boundary of a rank's process."""
+    rank = int(os.environ.get("RANK", "0"))
+    handler = ErrorHandler()
+    handler.initialize()
+    ballast = _Ballast(run.path)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        ballast.drop()
+        try:
+            write_json(run.failure_file(rank), describe(error, rank=rank, position=position))
+        finally:
+            handler.record_exception(error)
+        raise
+    ballast.drop()
+
+
+def describe(error: BaseException, *, rank: int, position: Position) -> Failure:
+    """Return what is known of an error as this rank saw it."""
+    message = str(error) or type(error).__name__
+    return Failure(
+        time=time.time(),
+        rank=rank,
+        phase=position.phase,
+        step=position.step,
+        reason=reason_of(error),
+        message=message[:20_000],
+        error_type=f"{type(error).__module__}.{type(error).__qualname__}",
+        traceback="".join(traceback.format_exception(error))[-40_000:],
+        request_bytes=_request_bytes(message),
+        allocator=allocator_state(),
+    )
+
+
+# What torch's CPU allocator and the C++ library say when malloc or mmap fails (c10/core/impl/
+# alloc_cpu.cpp; std::bad_alloc's what()).
+_HOST_MEMORY = re.compile(
+    r"DefaultCPUAllocator|std::bad_alloc|Cannot allocate memory|can't allocate memory"
+)
+# torch < 2.5 and some vendor builds raise plain RuntimeError; NPU, XPU and MLU builds name themselves.
+_DEVICE_MEMORY = re.compile(
+    r"(CUDA|HIP|NPU|XPU|MLU|MPS|GCU) (error: )?out of memory", re.IGNORECASE
+)
+# A rank that waits for one that failed says this: gloo and NCCL, on a time-out, and where the other's
+# end closed the connection.
+_COLLECTIVE = re.compile(
+    r"timed out waiting|collective operation timeout|watchdog.*timeout|Timeout\(ms\)=|"
+    r"gloo.*(connection (closed|reset) by peer|broken pipe)|ncclRemoteError",
+    re.IGNORECASE,
+)
+
+
+def reason_of(error: BaseException) -> Reason:
+    """Return the stable reason that an error stands for."""
+    message = str(error)
+    if isinstance(error, RunFailed):
+        return error.reason
+    if isinstance(error, torch.OutOfMemoryError) or _DEVICE_MEMORY.search(message):
+        return Reason.DEVICE_OUT_OF_MEMORY
+    if isinstance(error, MemoryError) or _HOST_MEMORY.search(message):
+        return Reason.HOST_OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Reason.DISK_FULL
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return Reason.HOST_OUT_OF_MEMORY
+    if _COLLECTIVE.search(message):
+        return Reason.COLLECTIVE_TIMEOUT
+    return Reason.CRASHED
+
+
+_UNITS = {"B": 1, "bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_REQUEST = re.compile(
+    r"tried to allocate (?P<number>\d+(\.\d+)?) (?P<unit>bytes|B|KiB|MiB|GiB|TiB)", re.IGNORECASE
+)
+
+
+def _request_bytes(message: str) -> int | None:
+    found = _REQUEST.search(message)
+    if found is None:
+        return None
+    unit = next(u for u in _UNITS if u.lower() == found["unit"].lower())
+    return round(float(found["number"]) * _UNITS[unit])
+
+
+def allocator_state() -> dict[str, Any] | None:
+    """Return the accelerator allocator's counters in bytes; without one, those of this process.
+
+    None where they cannot be read any more: whoever asks is failing, and has more to say.
+    """
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return _device_memory()
+        return _process_memory()
+    except (RuntimeError, OSError, ValueError):
+        return None
+
+
+def _device_memory() -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info()
+    stats = torch.cuda.memory_stats()
+    return {
+        "basis": "allocator",
+        "allocated_bytes": torch.cuda.memory_allocated(),
+        "reserved_bytes": torch.cuda.memory_reserved(),
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "inactive_split_bytes": stats.get("inactive_split_bytes.all.current", 0),
+        "num_alloc_retries": stats.get("num_alloc_retries", 0),
+        "num_ooms": stats.get("num_ooms", 0),
+        "device_free_bytes": free,
+        "device_total_bytes": total,
+    }
+
+
+def _process_memory() -> dict[str, Any]:
+    """Return what the kernel counts of this process; torch's CPU allocator counts nothing."""
+    with Path("/proc/self/status").open(encoding="ascii", errors="replace") as lines:
+        status = dict(line.split(":", 1) for line in lines if line.endswith(" kB\n"))
+    sizes = {name: int(value.split()[0]) * 1024 for name, value in status.items()}
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return {
+        "basis": "process",
+        "resident_bytes": sizes.get("VmRSS"),
+        "peak_resident_bytes": sizes.get("VmHWM"),
+        "address_space_bytes": sizes.get("VmSize"),
+        "address_space_limit_bytes": None if limit == resource.RLIM_INFINITY else limit,
+    }

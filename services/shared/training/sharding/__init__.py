@@ -1,0 +1,1 @@
+"""Sharding a model over ranks, loading its weights and exporting them again."""

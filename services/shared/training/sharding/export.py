@@ -1,0 +1,201 @@
+"""Writing a sharded classifier as a model artifact, one parameter at a time.
+
+Rank 0 gathers each parameter from the pieces of all ranks and writes it at once: neither a card nor
+the host ever holds more than one whole parameter beyond the shards.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.shared.jobs.run_directory import RunDirectory, write_json
+from services.shared.model.artifact import golden_texts, write_golden, write_heads
+from services.shared.training.process import World
+from services.shared.training.sharding.safetensors_ranges import Layout, TensorWriter
+from services.shared.training.sharding.shard import DTYPES, Piece, Sharded
+
+# save_pretrained's default is 50 GB in transformers 5.24 and was 5 GB before: smaller files are easier
+# to copy, to hash in parallel and to resume.
+SHARD_BYTES = 5 * 10**9
+GOLDEN_TEXTS = 4
+_BACKBONE = "backbone."
+_HEADS = "heads."
+
+
+@dataclass
+class _WeightFile:
+    names: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def export_unsealed(
+    run: RunDirectory,
+    sharded: Sharded,
+    tokenizer: Any,
+    texts: Sequence[str],
+    world: World,
+    *,
+    max_length: int,
+) -> Path:
+    """Write an artifact's weights, tokenizer and golden texts, on all ranks; return where.
+
+    The first of `texts` are recorded with what the sharded model answers. The directory lies beside
+    `run.export`, until `put_in_place` gives it that name. Raises OSError on rank 0.
+    """
+    sharded.module.eval()
+    golden = golden_texts(sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length)
+    sharded.reshard()
+    aside = run.export.with_name(".export.partial")
+    if world.is_first:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    world.barrier()
+    export_weights(sharded, aside, world)
+    if world.is_first:
+        tokenizer.save_pretrained(str(aside))
+        write_golden(aside, golden)
+    return aside
+
+
+def put_in_place(run: RunDirectory, aside: Path) -> None:
+    """Give a sealed artifact its name."""
+    shutil.rmtree(run.export, ignore_errors=True)
+    aside.rename(run.export)
+
+
+def export_weights(
+    sharded: Sharded, directory: Path, world: World, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write config.json, the backbone's weights and the heads to `directory`, on all ranks.
+
+    Weights are stored in the compute type: it is what every forward pass of the training used.
+    Raises OSError on rank 0.
+    """
+    dtype = DTYPES[sharded.recipe.compute]
+    owners = _ranges(sharded, world)
+    backbone = [p for p in sharded.pieces if p.name.startswith(_BACKBONE)]
+    files = _divide(backbone, dtype, shard_bytes)
+    if world.is_first:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_config(sharded.classifier, directory, dtype)
+        _write_index(files, directory)
+    pieces = {piece.name: piece for piece in backbone}
+    for number, file in enumerate(files):
+        path = directory / _file_name(number, len(files))
+        _write_file([pieces[name] for name in file.names], path, dtype, owners, world)
+    heads = {}
+    for piece in sharded.pieces:
+        if piece.name.startswith(_HEADS):
+            whole = gather(piece, dtype, owners[piece.name], world)
+            if whole is not None:
+                heads[piece.name.removeprefix(_HEADS)] = whole.view(piece.shape)
+    if world.is_first:
+        write_heads(directory, heads)
+    world.barrier()
+
+
+def gather(
+    piece: Piece, dtype: torch.dtype, owners: list[tuple[int, int]], world: World
+) -> Tensor | None:
+    """Return the whole parameter, flat and on the host, on rank 0; None on the others.
+
+    `owners` is the range that each rank holds.
+    """
+    start, stop = owners[world.rank]
+    if not world.is_first:
+        if stop > start and owners[0] != (0, piece.num_elements):
+            dist.send(piece.local.to(dtype).contiguous(), dst=0)
+        return None
+    whole = torch.empty(piece.num_elements, dtype=dtype)
+    whole[start:stop].copy_(piece.local)
+    if stop - start == piece.num_elements:
+        return whole
+    for rank in range(1, world.size):
+        start, stop = owners[rank]
+        if stop > start:
+            part = torch.empty(stop - start, dtype=dtype, device=piece.local.device)
+            dist.recv(part, src=rank)
+            whole[start:stop].copy_(part)
+    return whole
+
+
+def _ranges(sharded: Sharded, world: World) -> dict[str, list[tuple[int, int]]]:
+    """Return which range of each parameter every rank holds."""
+    mine = torch.tensor([[p.start, p.stop] for p in sharded.pieces], device=world.device)
+    all_ranks = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(all_ranks, mine)
+    tables = [ranges.tolist() for ranges in all_ranks]
+    return {
+        piece.name: [(table[i][0], table[i][1]) for table in tables]
+        for i, piece in enumerate(sharded.pieces)
+    }
+
+
+def _divide(pieces: list[Piece], dtype: torch.dtype, shard_bytes: int) -> list[_WeightFile]:
+    files = [_WeightFile()]
+    for piece in pieces:
+        size = piece.num_elements * dtype.itemsize
+        if files[-1].names and files[-1].num_bytes + size > shard_bytes:
+            files.append(_WeightFile())
+        files[-1].names.append(piece.name)
+        files[-1].num_bytes += size
+    return files
+
+
+def _file_name(number: int, count: int) -> str:
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_file(
+    pieces: list[Piece],
+    path: Path,
+    dtype: torch.dtype,
+    owners: dict[str, list[tuple[int, int]]],
+    world: World,
+) -> None:
+    writer = None
+    if world.is_first:
+        layout = [Layout(p.name.removeprefix(_BACKBONE), dtype, p.shape) for p in pieces]
+        writer = TensorWriter(path, layout, {"format": "pt"})
+    try:
+        for piece in pieces:
+            whole = gather(piece, dtype, owners[piece.name], world)
+            if writer is not None and whole is not None:
+                writer.append(whole)
+        if writer is not None:
+            writer.close()
+    except BaseException:
+        if writer is not None:
+            writer.abandon()
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _write_config(classifier: Any, directory: Path, dtype: torch.dtype) -> None:
+    config = classifier.config
+    config.architectures = [type(classifier.backbone).__name__]
+    config.dtype = dtype
+    config.save_pretrained(str(directory))
+
+
+def _write_index(files: list[_WeightFile], directory: Path) -> None:
+    if len(files) == 1:
+        return
+    weight_map = {
+        name.removeprefix(_BACKBONE): _file_name(number, len(files))
+        for number, file in enumerate(files)
+        for name in file.names
+    }
+    total = sum(file.num_bytes for file in files)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(directory / "model.safetensors.index.json", index)

@@ -1,0 +1,167 @@
+"""API keys: who may do what, and when the door may stand open."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.api.auth.keys import Keys, KeysFile, Scope, keys_for, read_keys
+from services.api.settings import ApiSettings
+
+
+def entry(key: str, *scopes: str) -> dict[str, Any]:
+    return {"sha256": hashlib.sha256(key.encode()).hexdigest(), "scopes": list(scopes)}
+
+
+@pytest.fixture
+def client(offline: Any) -> Any:
+    names = [str(scope) for scope in Scope]
+    file = {name: entry(f"{name}-key", name) for name in names}
+    offline.keys = Keys(KeysFile.validate_python(file))
+    return offline.client()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+PATHS = [
+    ("POST", "/predict", Scope.PREDICT),
+    ("POST", "/v1/classify", Scope.PREDICT),
+    ("POST", "/jobs", Scope.SUBMIT),
+    ("POST", "/jobs/job_1/cancel", Scope.SUBMIT),
+    ("POST", "/jobs/job_1/retry", Scope.SUBMIT),
+    ("POST", "/models/mdl_1/promote", Scope.PROMOTE),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "scope"), PATHS)
+def test_nobody_writes_without_a_key(client: Any, method: str, path: str, scope: Scope) -> None:
+    response = client.request(method, path, json={})
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.json()["type"].endswith(":unauthorized")
+
+
+@pytest.mark.parametrize("key", ["", "wrong", "predict-keys", "页", "\x00"])
+def test_a_wrong_key_is_as_good_as_none(client: Any, key: str) -> None:
+    headers = {"Authorization": b"Bearer " + key.encode()}
+    assert client.get("/jobs", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize(("method", "path", "scope"), PATHS)
+def test_each_scope_opens_its_own_doors(client: Any, method: str, path: str, scope: Scope) -> None:
+    for held in Scope:
+        response = client.request(method, path, json={}, headers=bearer(f"{held}-key"))
+        if held in (scope, Scope.ADMIN):
+            assert response.status_code not in (401, 403)
+        else:
+            assert response.status_code == 403
+            assert str(scope) in response.json()["detail"]
+
+
+def test_any_key_reads(client: Any) -> None:
+    assert client.get("/jobs", headers=bearer("predict-key")).status_code == 503  # no database here
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/openapi.json"])
+def test_probes_and_documents_need_no_key(client: Any, path: str) -> None:
+    assert client.get(path).status_code == 200
+
+
+def test_metrics_need_a_key_where_there_are_keys(client: Any) -> None:
+    assert client.get("/metrics").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://example.org"},
+        {"Origin": "null"},
+        {"Host": "rebound.example.org"},
+        {"Host": "127.0.0.1.example.org:8000"},
+        {"Host": "[::1"},
+    ],
+)
+def test_without_keys_a_foreign_page_gets_nothing(offline: Any, headers: dict[str, str]) -> None:
+    for method, path in [("GET", "/jobs"), ("POST", "/datasets"), ("POST", "/jobs/job_1/cancel")]:
+        response = offline.client().request(method, path, headers=headers)
+        assert response.status_code == 403
+        assert "localhost" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "localhost:8000", "Origin": "http://localhost:3000"},
+        {"Host": "[::1]:8000"},
+        {"Host": "127.0.0.1"},
+    ],
+)
+def test_without_keys_this_machine_gets_everything(offline: Any, headers: dict[str, str]) -> None:
+    response = offline.client().get("/jobs", headers=headers)
+    assert response.status_code == 503  # no database here, but the door was open
+
+
+def test_with_keys_the_name_of_the_server_is_free(client: Any) -> None:
+    headers = {**bearer("admin-key"), "Host": "gpu-7.example.org"}
+    assert client.get("/jobs", headers=headers).status_code == 503
+
+
+def settings(tmp_path: Path, **more: Any) -> ApiSettings:
+    return ApiSettings(database_url="x", broker_url="x", data_dir=tmp_path, **more)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_on_loopback_the_door_may_stand_open(tmp_path: Path, host: str) -> None:
+    assert keys_for(settings(tmp_path, host=host)).is_open
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.org", ""])
+def test_on_a_network_an_open_door_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ValueError, match="STILLHOUSE_API_KEYS_FILE"):
+        keys_for(settings(tmp_path, host=host))
+
+
+def test_an_empty_file_is_an_open_door(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="STILLHOUSE_API_KEYS_FILE"):
+        keys_for(settings(tmp_path, host="0.0.0.0", api_keys_file=file))
+
+
+def test_a_keys_file_holds_hashes_and_scopes(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"ci": entry("secret", "submit", "predict")}))
+    keys = keys_for(settings(tmp_path, host="0.0.0.0", api_keys_file=file))
+    found = keys.find("secret")
+    assert found is not None
+    assert found.scopes == {Scope.SUBMIT, Scope.PREDICT}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('{"ci": {"sha256": "short", "scopes": []}}', "ci.sha256"),
+        ('{"ci": {"key": "plain"}}', "ci"),
+        ("[]", "wrong"),
+        ("{", "wrong"),
+    ],
+)
+def test_a_wrong_keys_file_is_named_without_its_values(
+    tmp_path: Path, text: str, names: str
+) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=names) as raised:
+        read_keys(file)
+    assert "plain" not in str(raised.value)
+
+
+def test_a_missing_keys_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        read_keys(tmp_path / "none.json")

@@ -1,0 +1,184 @@
+"""Callers that ask too often are told when to come back; others do not notice."""
+
+from __future__ import annotations
+
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from services.api.app import create_app
+from services.api.auth.keys import Keys, KeysFile
+from services.api.limits.rate_limit import Meter, Rates, address_of, rates_of
+from services.api.settings import ApiSettings
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_bucket_gives_its_burst_and_then_its_rate(clock: Clock) -> None:
+    meter = Meter(per_second=2, burst=3, clock=clock)
+    assert [meter.take("a") for _ in range(4)] == [0, 0, 0, 0.5]
+    clock.now += 0.5
+    assert [meter.take("a") for _ in range(2)] == [0, 0.5]
+    clock.now += 60  # full again, and no fuller
+    assert [meter.take("a") for _ in range(4)] == [0, 0, 0, 0.5]
+
+
+def test_refused_requests_cost_nothing(clock: Clock) -> None:
+    meter = Meter(per_second=1, burst=1, clock=clock)
+    assert meter.take("a") == 0
+    assert {meter.take("a") for _ in range(100)} == {1.0}
+    clock.now += 1
+    assert meter.take("a") == 0
+
+
+def test_every_caller_has_a_bucket_of_its_own(clock: Clock) -> None:
+    meter = Meter(per_second=1, burst=1, clock=clock)
+    assert (meter.take("a"), meter.take("b"), meter.take("a")) == (0, 0, 1)
+
+
+def test_a_rate_of_nothing_is_no_limit(clock: Clock) -> None:
+    meter = Meter(per_second=0, burst=0, clock=clock)
+    assert {meter.take("a") for _ in range(1000)} == {0.0}
+
+
+def test_strangers_do_not_fill_the_memory(clock: Clock) -> None:
+    meter = Meter(per_second=1, burst=1, clock=clock, most_callers=10)
+    for number in range(1000):
+        meter.take(str(number))
+        assert len(meter._full_at) <= 10
+    assert meter.take("999") > 0  # the last one is still known
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("10.0.0.1", "::ffff:10.0.0.1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("2001:db8:1:2::3", "2001:db8:1:2:ffff::4", True),
+        ("2001:db8:1:2::3", "2001:db8:1:3::3", False),
+        ("testclient", "other", False),
+    ],
+)
+def test_an_address_is_one_subscriber(one: str, other: str, same: bool) -> None:
+    def request(host: str) -> Any:
+        return SimpleNamespace(client=SimpleNamespace(host=host))
+
+    assert (address_of(request(one)) == address_of(request(other))) is same
+
+
+def test_a_request_without_an_address_has_a_caller() -> None:
+    assert address_of(SimpleNamespace(client=None)) == ""  # type: ignore[arg-type]
+
+
+def test_the_settings_are_the_limits(offline: Any) -> None:
+    limits = {"predict_per_second": 7, "requests_per_second": 2, "rate_burst_seconds": 3}
+    settings = ApiSettings(**{**offline.settings.model_dump(), **limits})
+    rates = rates_of(settings)
+    for meter, burst in ((rates.predict, 21), (rates.other, 6), (rates.wrong_keys, 60)):
+        assert [meter.take("a") > 0 for _ in range(burst + 1)] == [False] * burst + [True]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def client(offline: Any, clock: Clock) -> TestClient:
+    """Keys `first` and `second` that may do all; three requests at once, one more each second."""
+    entries = {
+        name: {"sha256": hashlib.sha256(name.encode()).hexdigest(), "scopes": scopes}
+        for name, scopes in (("first", ["admin"]), ("second", ["admin"]), ("reader", []))
+    }
+    offline.keys = Keys(KeysFile.validate_python(entries))
+    offline.rates = Rates(
+        predict=Meter(per_second=1, burst=3, clock=clock),
+        other=Meter(per_second=0.1, burst=3, clock=clock),
+        wrong_keys=Meter(per_second=1, burst=3, clock=clock),
+    )
+    return TestClient(create_app(offline.parts()), base_url="http://10.0.0.1")
+
+
+def assert_limited(response: Any, *, seconds: int) -> None:
+    assert response.status_code == 429
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.headers["retry-after"] == str(seconds)
+    assert response.json()["type"] == "urn:stillhouse:problem:rate-limited"
+
+
+def predict(client: TestClient, key: str, path: str = "/predict") -> Any:
+    return client.post(path, json={"inputs": "a", "input": "a"}, headers=bearer(key))
+
+
+@pytest.mark.parametrize("path", ["/predict", "/v1/classify"])
+def test_a_key_that_predicts_too_often_is_told_when_to_come_back(
+    client: TestClient, clock: Clock, path: str
+) -> None:
+    assert {predict(client, "first", path).status_code for _ in range(3)} == {422}
+    assert_limited(predict(client, "first", path), seconds=1)
+    clock.now += 1
+    assert predict(client, "first", path).status_code == 422
+
+
+def test_prediction_and_the_rest_do_not_take_from_each_other(client: TestClient) -> None:
+    for _ in range(3):
+        assert client.get("/models/nothing", headers=bearer("first")).status_code == 404
+    assert_limited(client.get("/models/nothing", headers=bearer("first")), seconds=10)
+    assert predict(client, "first").status_code == 422
+
+
+def test_one_key_does_not_take_from_another(client: TestClient) -> None:
+    for _ in range(4):
+        predict(client, "first")
+    assert predict(client, "second").status_code == 422
+
+
+def test_a_key_without_the_scope_pays_too(client: TestClient) -> None:
+    found = [predict(client, "reader").status_code for _ in range(4)]
+    assert found == [403, 403, 403, 429]
+
+
+def test_wrong_keys_are_told_so_only_so_often(client: TestClient, clock: Clock) -> None:
+    found = [client.get("/jobs", headers=bearer("wrong")) for _ in range(3)]
+    assert [response.status_code for response in found] == [401, 401, 401]
+    assert_limited(client.get("/jobs"), seconds=1)  # no key is one of them
+    assert client.get("/models/nothing", headers=bearer("first")).status_code == 404
+    clock.now += 1
+    assert client.get("/jobs").status_code == 401
+
+
+def test_wrong_keys_of_one_address_do_not_count_for_another(
+    offline: Any, client: TestClient
+) -> None:
+    for _ in range(4):
+        client.get("/jobs")
+    elsewhere = TestClient(client.app, base_url="http://10.0.0.1", client=("10.0.0.9", 1))
+    assert elsewhere.get("/jobs").status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/readyz", "/health"])
+def test_what_needs_no_key_has_a_rate_for_each_address(client: TestClient, path: str) -> None:
+    assert {client.get(path).status_code for _ in range(3)} == {200}
+    assert_limited(client.get(path), seconds=10)
+    assert client.get("/livez").status_code == 200
+
+
+def test_without_keys_nothing_is_limited(offline: Any, client: TestClient) -> None:
+    offline.keys = Keys({})
+    local = offline.client()
+    assert {local.get("/models/nothing").status_code for _ in range(20)} == {404}
+    assert {local.get("/readyz").status_code for _ in range(20)} == {200}

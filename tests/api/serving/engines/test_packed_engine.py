@@ -1,0 +1,191 @@
+"""The packed engine against the plain forward, family by family."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from services.api.serving.engines.packed_engine import PackedEngine, pack
+from services.api.serving.engines.packed_weights import take_backbone, take_heads, why_not
+from services.api.serving.rollout.model_loader import build_engine
+from services.api.serving.settings import EngineChoice, ServingSettings
+from services.shared.datasets.card import Head
+from services.shared.model.artifact import read_artifact
+from services.shared.model.classifier import Classifier, build_classifier
+
+MAX_LENGTH = 70
+VOCABULARY = 200
+HEADS = [Head(name="tone", labels=["bad", "good"]), Head(name="genre", labels=list("abcde"))]
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 24}),
+    "qwen3-attention-bias": (
+        "qwen3",
+        {"num_key_value_heads": 4, "head_dim": 16, "attention_bias": True},
+    ),
+    "qwen2": ("qwen2", {"num_key_value_heads": 1}),
+    "llama": ("llama", {"num_key_value_heads": 4}),
+    "llama-3": ("llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+    "llama-mlp-bias": ("llama", {"num_key_value_heads": 2, "mlp_bias": True}),
+    "one-layer": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}),
+}
+
+
+def classifier_of(name: str, dtype: torch.dtype = torch.float32) -> Classifier:
+    family, options = FAMILIES[name]
+    config = AutoConfig.for_model(family, **{**SHAPE, **options})
+    torch.manual_seed(7)
+    classifier = build_classifier(config, HEADS).eval()
+    for parameter in classifier.parameters():
+        # Wide enough that every part of the network matters; norms and biases too.
+        torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() == 2 else 0.5, std=0.2)
+    return classifier.to(dtype)
+
+
+def texts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+
+def plain(classifier: Classifier, texts: list[list[int]]) -> dict[str, Any]:
+    with torch.inference_mode():
+        answers = [classifier(torch.tensor([text])) for text in texts]
+    return {h.name: torch.cat([a[h.name] for a in answers]).numpy() for h in HEADS}
+
+
+def packed(classifier: Classifier) -> PackedEngine:
+    heads = take_heads(classifier)
+    return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Classifier, PackedEngine]:
+    return classifier_of("qwen3"), packed(classifier_of("qwen3"))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ragged_texts_get_the_logits_of_the_plain_forward(name: str) -> None:
+    texts = texts_of([1, 5, MAX_LENGTH, 5, 2, 33, 1, 5, 17])
+    expected = plain(classifier_of(name), texts)
+    answers = packed(classifier_of(name)).run(texts)
+    for head in HEADS:
+        np.testing.assert_allclose(answers[head.name], expected[head.name], atol=1e-4)
+        assert np.ptp(expected[head.name], axis=0).min() > 0.1, "the texts must differ"
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [MAX_LENGTH], [MAX_LENGTH] * 3, [9]])
+def test_the_shortest_and_the_longest_texts_are_right(
+    lengths: list[int], pair: tuple[Classifier, PackedEngine]
+) -> None:
+    texts = texts_of(lengths)
+    expected, answers = plain(pair[0], texts), pair[1].run(texts)
+    for head in HEADS:
+        np.testing.assert_allclose(answers[head.name], expected[head.name], atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=12), st.integers(0, 99))
+def test_a_text_is_answered_alike_whatever_batch_it_shares(
+    pair: tuple[Classifier, PackedEngine], lengths: list[int], seed: int
+) -> None:
+    texts = texts_of(lengths, seed)
+    together = pair[1].run(texts)
+    for index, text in enumerate(texts):
+        alone = pair[1].run([text])
+        for head in HEADS:
+            np.testing.assert_allclose(together[head.name][index], alone[head.name][0], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama-3"])
+def test_bfloat16_decides_as_the_plain_forward_in_bfloat16_does(name: str) -> None:
+    texts = texts_of(np.random.default_rng(3).integers(1, MAX_LENGTH, 300).tolist(), seed=4)
+    expected = plain(classifier_of(name, torch.bfloat16), texts)
+    answers = packed(classifier_of(name, torch.bfloat16)).run(texts)
+    for head in HEADS:
+        same = answers[head.name].argmax(-1) == expected[head.name].argmax(-1)
+        assert same.mean() >= 0.99
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
+def test_packing_keeps_every_token_in_its_place(lengths: list[int]) -> None:
+    texts = [
+        [index * 10 + place for place in range(length)] for index, length in enumerate(lengths)
+    ]
+    packing = pack(texts)
+    ends = (packing.last + 1).tolist()
+    starts = [0, *ends[:-1]]
+    for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        assert packing.tokens[start:end].tolist() == texts[packing.order[place]]
+        assert packing.positions[start:end].tolist() == list(range(end - start))
+    covered = [start + n for start, count, length in packing.runs for n in range(count * length)]
+    assert covered == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "obstacle"),
+    [
+        ("bert", {}, "bert"),
+        ("qwen3", {"hidden_act": "gelu"}, "gelu"),
+        ("llama", {"rope_parameters": {**LLAMA3, "rope_type": "dynamic"}}, "dynamic"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
+            "sliding",
+        ),
+    ],
+)
+def test_other_backbones_are_left_to_transformers(
+    family: str, options: dict[str, Any], obstacle: str
+) -> None:
+    config = AutoConfig.for_model(family, **{**SHAPE, **options})
+    assert obstacle in str(why_not(config, max_length=MAX_LENGTH))
+
+
+def test_a_window_longer_than_every_text_is_no_obstacle() -> None:
+    options = {"use_sliding_window": True, "sliding_window": MAX_LENGTH, "max_window_layers": 0}
+    config = AutoConfig.for_model("qwen3", **{**SHAPE, **options})
+    assert why_not(config, max_length=MAX_LENGTH) is None
+
+
+def test_packing_uses_up_the_classifier_and_not_twice_the_memory() -> None:
+    classifier = classifier_of("qwen3")
+    packed(classifier)
+    left = sum(p.numel() for name, p in classifier.named_parameters() if "proj" in name)
+    assert left == 0
+
+
+def test_a_promoted_decoder_may_be_run_by_transformers_all_the_same(
+    new_artifact: Callable[..., Path],
+) -> None:
+    artifact = read_artifact(new_artifact("qwen3"))
+    engine = build_engine(artifact, ServingSettings(engine=EngineChoice.TRANSFORMERS))
+    assert engine.kind.startswith("transformers-")
+
+
+def test_an_engine_that_cannot_run_the_backbone_is_refused_by_name(
+    new_artifact: Callable[..., Path],
+) -> None:
+    artifact = read_artifact(new_artifact("bert"))
+    with pytest.raises(ValueError, match="packed cannot run"):
+        build_engine(artifact, ServingSettings(engine=EngineChoice.PACKED))

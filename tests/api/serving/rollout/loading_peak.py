@@ -1,0 +1,35 @@
+"""Loads a student beside one that serves, and prints the anonymous memory that it took at the peak.
+
+python loading_peak.py FIRST SECOND
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+from services.api.serving.promotion import Promoted
+from services.api.serving.rollout.model_loader import load_student
+from services.api.serving.settings import ServingDtype, ServingSettings
+
+SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDtype.FLOAT32)
+
+
+def load(directory: str) -> object:
+    return load_student(Promoted("prm", "default", "mdl", "m", "v", Path(directory)), SETTINGS)
+
+
+def anonymous_bytes() -> int:
+    held = psutil.Process().memory_info()
+    return int(held.rss - held.shared)
+
+
+serving = load(sys.argv[1])
+before = peak = anonymous_bytes()
+loading = threading.Thread(target=load, args=(sys.argv[2],))
+loading.start()
+while loading.is_alive():
+    peak = max(peak, anonymous_bytes())
+    loading.join(0.002)
+print(peak - before)

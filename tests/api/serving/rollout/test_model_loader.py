@@ -1,0 +1,216 @@
+"""From an artifact on disk to a student that serves."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.api.serving.engines.packed_engine import PackedEngine
+from services.api.serving.engines.throttle import aside
+from services.api.serving.memory_headroom import PEAK_OVER_SERVED, served_bytes
+from services.api.serving.predictor import Predictor
+from services.api.serving.promotion import Promoted, StudentRefused
+from services.api.serving.quantization.int8_linear import largest_activation
+from services.api.serving.quantization.record import PreparedInt8, manifest_hash, write_prepared
+from services.api.serving.quantization.weights_file import save_weights
+from services.api.serving.rollout.model_loader import load_student
+from services.api.serving.settings import ServingDtype, ServingSettings
+from services.shared.model.artifact import BadArtifact, file_sha256, load_classifier
+from services.shared.model.tokens import encode, load_tokenizer
+
+TEXTS = ["the room was clean", "the battery died after two days", "a", "good book " * 9]
+SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDtype.FLOAT32)
+
+
+def promoted(directory: Path) -> Promoted:
+    return Promoted("prm_1", "default", "mdl_1", "reviews", "mdl_1", directory)
+
+
+def reseal(directory: Path) -> None:
+    """Let the manifest name the files as they are now."""
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"] = {name: file_sha256(directory / name) for name in manifest["files"]}
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "bert"])
+def test_a_loaded_student_answers_as_the_plain_forward_does(
+    family: str, new_artifact: Callable[..., Path]
+) -> None:
+    directory = new_artifact(family)
+    student = load_student(promoted(directory), SETTINGS)
+    encoded = student.encoder.encode(TEXTS, truncate=True)
+    tokens, cut = encode(TEXTS, load_tokenizer(directory), max_length=student.max_length)
+    assert [each.tokens for each in encoded] == tokens
+    assert [each.truncated for each in encoded] == cut
+    logits = student.engine.run(tokens)
+    classifier = load_classifier(directory)
+    for index, ids in enumerate(tokens):
+        with torch.inference_mode():
+            plain = classifier(torch.tensor([ids]))
+        for head, values in plain.items():
+            np.testing.assert_allclose(logits[head][index], values[0].numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_an_embedding_stays_in_the_type_it_was_stored_in(
+    new_artifact: Callable[..., Path], stored: torch.dtype
+) -> None:
+    directory = new_artifact("qwen3", stored=stored)
+    engine = load_student(promoted(directory), SETTINGS).engine
+    assert isinstance(engine, PackedEngine)
+    assert engine._backbone is not None
+    assert (engine.dtype, engine._backbone.embedding.dtype) == (torch.float32, stored)
+    with torch.inference_mode():
+        plain = load_classifier(directory, dtype=torch.float32)(torch.tensor([[5, 9, 7, 30]]))
+    for head, logits in engine.run([[5, 9, 7, 30]]).items():
+        np.testing.assert_allclose(logits, plain[head].numpy(), atol=1e-4)
+
+
+def test_decoders_run_packed_and_encoders_run_in_buckets(new_artifact: Any) -> None:
+    assert load_student(promoted(new_artifact("qwen3")), SETTINGS).engine.kind == "packed-float32"
+    bert = load_student(promoted(new_artifact("bert")), SETTINGS)
+    assert bert.engine.kind == "transformers-float32"
+
+
+def test_a_student_that_answers_its_golden_texts_otherwise_is_refused(new_artifact: Any) -> None:
+    directory = new_artifact("qwen3")
+    weights = load_file(directory / "classifier_heads.safetensors")
+    save_file({k: -30 * v for k, v in weights.items()}, directory / "classifier_heads.safetensors")
+    reseal(directory)
+    with pytest.raises(StudentRefused, match="golden"):
+        load_student(promoted(directory), SETTINGS)
+
+
+def test_an_artifact_that_was_altered_is_refused(new_artifact: Any) -> None:
+    directory = new_artifact("qwen3")
+    weights = load_file(directory / "classifier_heads.safetensors")
+    save_file({k: v + 1 for k, v in weights.items()}, directory / "classifier_heads.safetensors")
+    with pytest.raises(BadArtifact, match="classifier_heads"):
+        load_student(promoted(directory), SETTINGS)
+
+
+def test_a_predictor_serves_what_is_promoted(new_artifact: Any) -> None:
+    directory = new_artifact("qwen3")
+    predictor = Predictor(SETTINGS, promotions=lambda: [promoted(directory)])
+
+    async def test() -> None:
+        predictor.start()
+        for _ in range(3000):
+            if predictor.active() is not None:
+                break
+            await asyncio.sleep(0.01)
+        [answer] = await predictor.predict(["the room was clean"], truncate=False)
+        assert answer.model == "reviews"
+        assert set(answer.scores) == {"tone", "topics"}
+        assert sum(score.score for score in answer.scores["tone"]) == pytest.approx(1.0)
+        student = predictor.active()
+        assert student is not None
+        await predictor.stop()
+        assert await asyncio.to_thread(student.closed.wait, 20)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_predictor_without_student_leaves_torch_alone() -> None:
+    script = (
+        "import sys\n"
+        "from services.api.serving.predictor import Predictor\n"
+        "predictor = Predictor(promotions=list)\n"
+        "predictor.start()\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_new_heads_over_the_same_backbone_share_its_weights(new_artifact: Any) -> None:
+    first = load_student(promoted(new_artifact("qwen3")), SETTINGS)
+    directory = new_artifact("qwen3")  # the same seed: the same backbone
+    weights = load_file(directory / "classifier_heads.safetensors")
+    turned = {k: v.flip(0).contiguous() for k, v in weights.items()}
+    save_file(turned, directory / "classifier_heads.safetensors")
+    golden = json.loads((directory / "golden.json").read_text())
+    for text in golden["texts"]:
+        text["logits"] = {head: values[::-1] for head, values in text["logits"].items()}
+    (directory / "golden.json").write_text(json.dumps(golden))
+    reseal(directory)
+
+    second = load_student(promoted(directory), SETTINGS, serving=[first])
+    assert isinstance(first.engine, PackedEngine)
+    assert isinstance(second.engine, PackedEngine)
+    assert second.engine.shares_weights_with(first.engine)
+    before = first.engine.run([[5, 6, 7]])
+    first.engine.close()
+    after = second.engine.run([[5, 6, 7]])
+    for head in before:
+        np.testing.assert_allclose(after[head], before[head][:, ::-1], atol=1e-5)
+
+
+def test_another_backbone_shares_nothing(new_artifact: Any) -> None:
+    first = load_student(promoted(new_artifact("qwen3")), SETTINGS)
+    second = load_student(promoted(new_artifact("qwen3", seed=1)), SETTINGS, serving=[first])
+    assert isinstance(first.engine, PackedEngine)
+    assert isinstance(second.engine, PackedEngine)
+    assert not second.engine.shares_weights_with(first.engine)
+
+
+def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its_old_weights(
+    new_artifact: Any,
+) -> None:
+    directory = new_artifact("qwen3")
+    first = load_student(promoted(directory), SETTINGS)
+    classifier = load_classifier(directory)
+    digest = save_weights(classifier, directory)
+    passed = PreparedInt8(
+        manifest_sha256=manifest_hash(directory),
+        weights_sha256=digest,
+        largest_activation=largest_activation(),
+        calibration_texts=0,
+        heads={},
+        passed=True,
+    )
+    write_prepared(directory, passed)
+    settings = SETTINGS.model_copy(update={"compile": False})
+    second = load_student(promoted(directory), settings, serving=[first])
+    assert second.engine.kind == "packed-int8"
+
+
+def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
+    new_artifact: Callable[..., Path],
+) -> None:
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
+    first, second = (
+        new_artifact("qwen3", seed=seed, stored=torch.bfloat16, **shape) for seed in (0, 1)
+    )
+    script = Path(__file__).parent / "loading_peak.py"
+    command = [sys.executable, str(script), str(first), str(second)]
+    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    served = served_bytes(second, bytes_per_weight=4)
+    peak = int(done.stdout.splitlines()[-1])
+    # Besides the weights there are one block in the making and some buffers, which do not grow.
+    assert 0.5 * served < peak < PEAK_OVER_SERVED * served + 96 * 1024**2
+
+
+def test_loading_aside_rests_between_blocks_and_layers(
+    new_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    directory = new_artifact("qwen3")
+    clock = SimpleNamespace(sleep=rests.append, monotonic=time.monotonic)
+    monkeypatch.setattr("services.api.serving.engines.throttle.time", clock)
+    load_student(promoted(directory), SETTINGS)
+    assert rests == []
+    with aside(lambda: True):
+        load_student(promoted(directory), SETTINGS)
+    assert len(rests) >= 3 * 3  # three layers, laid out, held against the golden texts, warmed

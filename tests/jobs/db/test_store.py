@@ -1,0 +1,192 @@
+"""Jobs in the store: made, listed, moved; each state pair, each end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from services.shared.jobs.db.connection import transaction
+from services.shared.jobs.db.transitions import move
+from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound
+from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.state import TRANSITIONS, JobState, Reason
+
+if TYPE_CHECKING:
+    from tests.jobs.conftest import AtOnce, House
+
+CRASHED = Outcome(end=End.FAILED, reason=Reason.CRASHED, message="Rank 0 crashed.", exit_code=1)
+
+
+def test_a_new_job_is_queued_with_its_event(house: House) -> None:
+    job, created = house.store.create_job(
+        house.teacher_spec(name="first"), plan={"verdict": "fits"}
+    )
+    assert created
+    assert (job.state, job.name, job.plan, job.attempt) == (
+        JobState.QUEUED,
+        "first",
+        {"verdict": "fits"},
+        0,
+    )
+    assert [event.data["state"] for event in house.store.events(job.id)] == ["queued"]
+
+
+def test_the_same_key_and_body_give_the_same_job(house: House) -> None:
+    first, created = house.store.create_job(house.teacher_spec(), idempotency_key="k")
+    again, created_again = house.store.create_job(house.teacher_spec(), idempotency_key="k")
+    assert (created, created_again) == (True, False)
+    assert again.id == first.id
+    assert len(house.store.list_jobs().items) == 1
+
+
+def test_the_same_key_with_another_body_is_refused(house: House) -> None:
+    house.store.create_job(house.teacher_spec(), idempotency_key="k")
+    with pytest.raises(InvalidInput) as refused:
+        house.store.create_job(house.teacher_spec(name="other"), idempotency_key="k")
+    assert refused.value.field == "Idempotency-Key"
+
+
+def test_one_key_sent_by_many_at_once_makes_one_job(house: House, at_once: AtOnce) -> None:
+    spec = house.teacher_spec()
+    made = at_once(8, lambda _: house.store.create_job(spec, idempotency_key="k"))
+    assert len({job.id for job, _ in made}) == 1
+    assert [created for _, created in made].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"dataset_id": "ds_none"}, "dataset_id"),
+        ({"heads": ["sentiment", "mood"]}, "heads"),
+        ({"model": {"model_id": "mdl_none"}}, "model.model_id"),
+    ],
+)
+def test_a_reference_to_nothing_is_refused_by_name(
+    house: House, fields: dict[str, object], field: str
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        house.store.create_job(house.teacher_spec(**fields))
+    assert refused.value.field == field
+    assert house.store.list_jobs().items == []
+
+
+def test_unlabelled_text_is_no_training_set(house: House) -> None:
+    unlabelled = house.add_dataset(heads=())
+    with pytest.raises(InvalidInput, match="no labels"):
+        house.store.create_job(house.teacher_spec(dataset_id=unlabelled))
+
+
+@pytest.mark.parametrize("odd", ["job_none", "", "\x00", "\ud800", "a" * 10_000])
+def test_an_unknown_id_is_not_found_whatever_it_holds(house: House, odd: str) -> None:
+    for look in (house.store.job, house.store.events, house.store.attempts):
+        with pytest.raises(NotFound):
+            look(odd)
+    with pytest.raises(NotFound):
+        house.store.request_cancel(odd)
+    assert house.store.claim(odd, worker="w", lease_seconds=60) is None
+
+
+def test_text_that_postgres_cannot_hold_is_stored_with_replacements(house: House) -> None:
+    claim = house.running(name="a\x00b")
+    progress = {"loss": float("nan"), "message": "half a pair \ud83d", "step": 3}
+    house.store.heartbeat(claim, progress=progress, lease_seconds=60)
+    house.store.finish(claim, CRASHED.model_copy(update={"message": "nul \x00 in a log"}))
+    job = house.store.job(claim.job_id)
+    assert job.name == "a\ufffdb"
+    assert job.progress == {"loss": None, "message": "half a pair \ufffd", "step": 3}
+    assert job.message == "nul \ufffd in a log"
+
+
+# Listing
+
+
+def test_pages_show_every_job_once_newest_first(house: House) -> None:
+    made = [house.queued().id for _ in range(7)]
+    seen, cursor = [], None
+    while True:
+        page = house.store.list_jobs(cursor=cursor, limit=3)
+        seen += [job.id for job in page.items]
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    assert seen == made[::-1]
+
+
+def test_a_list_is_filtered_by_state_and_kind(house: House) -> None:
+    running = house.running()
+    queued = house.queued()
+    child, _ = house.store.create_job(house.distill_spec({"job_id": queued.id}))
+
+    def ids(**filters: object) -> list[str]:
+        return [job.id for job in house.store.list_jobs(**filters).items]
+
+    assert ids(state=JobState.RUNNING) == [running.job_id]
+    assert ids(kind="distill") == [child.id]
+    assert ids(state=JobState.QUEUED, kind="teacher") == [queued.id]
+    assert ids(state=JobState.QUEUED, kind="distill") == []
+
+
+@pytest.mark.parametrize("limit", [0, -1, 501, 2**70])
+def test_a_limit_out_of_bounds_is_refused(house: House, limit: int) -> None:
+    with pytest.raises(InvalidInput):
+        house.store.list_jobs(limit=limit)
+
+
+@pytest.mark.parametrize("cursor", ["x", "-1", "9" * 30, "²", "\x00", ""])
+def test_a_cursor_of_another_list_is_refused(house: House, cursor: str) -> None:
+    with pytest.raises(InvalidInput):
+        house.store.promotions(cursor=cursor)
+
+
+@pytest.mark.parametrize(("after_seq", "told"), [(-(2**70), 1), (0, 1), (2**70, 0)])
+def test_events_are_replayed_after_any_number(house: House, after_seq: int, told: int) -> None:
+    assert len(house.store.events(house.queued().id, after_seq=after_seq)) == told
+
+
+# Moving
+
+
+@pytest.mark.parametrize("target", list(JobState))
+def test_a_job_moves_only_where_the_table_has_an_arrow(house: House, target: JobState) -> None:
+    reason = Reason.CRASHED if target in (JobState.FAILED, JobState.CANCELLED) else None
+    columns: dict[str, Any] = {}
+    if target is JobState.RUNNING:
+        columns = {"token": "t", "worker": "w", "lease_until": "2100-01-01", "attempt": 9}
+        columns |= {"started_at": "now"}
+    for source in JobState:
+        job_id = house.in_state(source)
+        before = house.store.events(job_id)
+        with transaction(house.store.engine) as session:
+            moved = move(session, job_id, target, reason=reason, **columns)
+        assert moved == (target in TRANSITIONS[source]), source
+        assert house.store.job(job_id).state == (target if moved else source)
+        assert len(house.store.events(job_id)) == len(before) + moved
+
+
+@pytest.mark.parametrize("state", list(JobState))
+def test_cancelling_ends_what_has_not_started_and_asks_what_has(
+    house: House, state: JobState
+) -> None:
+    job_id = house.in_state(state)
+    if state in (JobState.SUCCEEDED, JobState.FAILED):
+        with pytest.raises(InvalidTransition):
+            house.store.request_cancel(job_id)
+        return
+    first = house.store.request_cancel(job_id)
+    second = house.store.request_cancel(job_id)
+    expected = {
+        JobState.WAITING: JobState.CANCELLED,
+        JobState.QUEUED: JobState.CANCELLED,
+        JobState.RUNNING: JobState.CANCELLING,
+        JobState.CANCELLING: JobState.CANCELLING,
+        JobState.CANCELLED: JobState.CANCELLED,
+    }[state]
+    assert first.state == second.state == expected
+    assert house.store.events(job_id)[-1].data["state"] == expected
+
+
+def test_a_cancelled_job_cannot_be_claimed(house: House) -> None:
+    job = house.queued()
+    house.store.request_cancel(job.id)
+    assert house.store.claim(job.id, worker="w", lease_seconds=60) is None

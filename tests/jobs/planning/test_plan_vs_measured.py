@@ -1,0 +1,51 @@
+"""Planned and measured memory side by side, and how far plans were off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.shared.jobs.planning.plan_vs_measured import side_by_side
+
+PLAN = {"phases": {"wrap": 100, "forward": 1000}, "recipe": {"engine": "fsdp2"}}
+WALKED = "live parameters, gradients and optimizer state; no activations or temporaries"
+
+
+def seen(basis: str | None, plan: dict[str, Any] | None = PLAN) -> dict[str, Any]:
+    measured = {"0": {"wrap": 110, "forward": 900, "evaluation": 5}}
+    observed = {"0": {"basis": basis}} if basis else None
+    return side_by_side(plan, measured, observed)["0"].phases
+
+
+def test_an_allocators_counts_are_held_against_the_plan_in_every_phase() -> None:
+    phases = seen("allocator")
+    assert phases["wrap"].error_ratio == pytest.approx(0.1)
+    assert phases["forward"].error_ratio == pytest.approx(-0.1)
+
+
+def test_a_walk_over_the_state_says_nothing_of_activations() -> None:
+    phases = seen(WALKED)
+    assert phases["wrap"].error_ratio == pytest.approx(0.1)
+    assert (phases["forward"].planned_bytes, phases["forward"].measured_bytes) == (1000, 900)
+    assert phases["forward"].error_ratio is None
+
+
+def test_a_walk_after_wrapping_says_nothing_of_fsdp1s_flat_copies() -> None:
+    phases = seen(WALKED, PLAN | {"recipe": {"engine": "fsdp1"}})
+    assert phases["wrap"].error_ratio is None
+
+
+def test_a_walk_over_a_student_says_nothing_of_the_teacher_beside_it() -> None:
+    assert seen(WALKED, PLAN | {"teacher_placement": "sharded"})["wrap"].error_ratio is None
+
+
+@pytest.mark.parametrize("basis", [None, WALKED, "allocator"])
+def test_a_phase_that_one_side_does_not_know_has_no_error(basis: str | None) -> None:
+    phase = seen(basis)["evaluation"]
+    assert (phase.planned_bytes, phase.measured_bytes, phase.error_ratio) == (None, 5, None)
+
+
+def test_without_a_plan_or_a_measurement_nothing_is_claimed() -> None:
+    assert side_by_side(PLAN, None, None) == {}
+    assert seen("allocator", None)["wrap"].error_ratio is None

@@ -1,0 +1,54 @@
+"""The gate, as arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.shared.jobs.gates import evaluate_gate
+from services.shared.jobs.spec import Gate
+
+GATE = Gate(min_macro_f1_share=0.9)
+
+
+def _evaluation(student: dict[str, Any], teacher: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "heads": {name: {"macro_f1": value} for name, value in student.items()},
+        "teacher": {"heads": {name: {"macro_f1": value} for name, value in teacher.items()}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "passed"),
+    [
+        ({"a": 0.9}, {"a": 1.0}, True),
+        ({"a": 0.89}, {"a": 1.0}, False),
+        ({"a": 1.0}, {"a": 0.5}, True),
+        ({"a": 0.9, "b": 0.1}, {"a": 0.9, "b": 0.9}, False),
+        ({"a": 0.9}, {"a": 0.9, "b": 0.9}, True),  # the student was not asked b
+        ({"a": 0.9}, {}, False),
+        ({"a": None}, {"a": 0.9}, False),
+        ({"a": 0.9}, {"a": None}, False),
+        ({"a": 0.0}, {"a": 0.0}, True),
+        ({}, {"a": 0.9}, False),
+    ],
+)
+def test_every_head_of_the_student_has_to_keep_its_share(
+    student: dict[str, Any], teacher: dict[str, Any], passed: bool
+) -> None:
+    assert evaluate_gate(GATE, _evaluation(student, teacher)).passed is passed
+
+
+@pytest.mark.parametrize("evaluation", [{}, {"heads": None}, {"heads": {"a": 3}, "teacher": 3}])
+def test_a_report_without_numbers_does_not_pass(evaluation: dict[str, Any]) -> None:
+    assert not evaluate_gate(GATE, evaluation).passed
+
+
+def test_the_message_names_the_heads_that_fell() -> None:
+    result = evaluate_gate(GATE, _evaluation({"a": 0.9, "b": 0.1, "c": None}, {"a": 0.9, "b": 0.5}))
+    assert result.message == (
+        "The student keeps less than 90% of its teacher's macro-F1: "
+        "b: 0.1000 of the teacher's 0.5000; c: not measured of the teacher's not measured"
+    )
+    assert result.heads["b"].share == pytest.approx(0.2)

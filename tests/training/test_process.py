@@ -1,0 +1,162 @@
+"""A rank that fails says why, whatever went wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import pytest
+import torch
+
+from services.shared.jobs.run_directory import (
+    Failure,
+    RunDirectory,
+    StopRequest,
+    read_record,
+    write_json,
+)
+from services.shared.jobs.state import Reason
+from services.shared.training.process import (
+    Position,
+    RunFailed,
+    StopWatch,
+    agreed_stop,
+    blame,
+    describe,
+    failures_reported,
+    read_task,
+    reason_of,
+    seed_step,
+)
+
+CPU_MESSAGE = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("HIP out of memory. Tried to allocate"), "device_out_of_memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "device_out_of_memory"),
+        (RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"), "device_out_of_memory"),
+        (RuntimeError("CUDA error: out of memory"), "device_out_of_memory"),
+        (RuntimeError(CPU_MESSAGE), "host_out_of_memory"),
+        (MemoryError(), "host_out_of_memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "host_out_of_memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk_full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
+        (RuntimeError("[gloo] Timed out waiting 1800000ms for recv"), "collective_timeout"),
+        (
+            RuntimeError(f"[{GLOO}] Connection closed by peer [127.0.0.1]:20613"),
+            "collective_timeout",
+        ),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "crashed"),
+        (RunFailed(Reason.NON_FINITE_LOSS, "nan"), "non_finite_loss"),
+        (FileNotFoundError(errno.ENOENT, "no such file"), "crashed"),
+        (ZeroDivisionError(), "crashed"),
+    ],
+)
+def test_every_error_has_a_stable_reason(error, reason):
+    assert reason_of(error) == reason
+
+
+@pytest.mark.parametrize(
+    ("message", "request_bytes"),
+    [
+        (CPU_MESSAGE, 4_000_000_000_000),
+        ("HIP out of memory. Tried to allocate 932.00 MiB. GPU 0 has", 932 * 2**20),
+        ("CUDA out of memory. Tried to allocate 1.50 GiB.", 3 * 2**29),
+        ("CUDA error: out of memory", None),
+    ],
+)
+def test_the_failing_request_is_read_from_the_message(message, request_bytes):
+    failure = describe(RuntimeError(message), rank=3, position=Position("backward", 7))
+    assert failure.request_bytes == request_bytes
+    assert (failure.rank, failure.phase, failure.step) == (3, "backward", 7)
+
+
+def test_torchs_own_error_names_the_bytes_it_could_not_get():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**44, dtype=torch.float32)  # 64 TiB: beyond the address space of a process
+    failure = describe(caught.value, rank=0, position=Position())
+    assert failure.reason is Reason.HOST_OUT_OF_MEMORY
+    assert failure.request_bytes == 2**46
+    assert failure.allocator["basis"] == "process"
+    assert failure.allocator["resident_bytes"] <= failure.allocator["peak_resident_bytes"]
+
+
+def test_a_failure_is_told_though_the_allocator_cannot_be_asked_any_more(monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    failure = describe(RuntimeError("first"), rank=0, position=Position())
+    assert (failure.message, failure.allocator) == ("first", None)
+
+
+def test_a_failure_is_written_for_the_worker_and_for_torchrun(tmp_path, monkeypatch):
+    error_file = tmp_path / "elastic.json"
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(MemoryError), failures_reported(run, Position("forward", 4)):
+        raise MemoryError("no more")
+    failure = read_record(run.failure_file(2), Failure)
+    assert failure is not None
+    assert (failure.phase, failure.step, failure.reason) == ("forward", 4, "host_out_of_memory")
+    assert "raise MemoryError" in failure.traceback
+    assert "no more" in json.dumps(json.loads(error_file.read_text()))
+
+
+def test_a_good_end_leaves_no_failure(tmp_path):
+    run = RunDirectory(tmp_path)
+    with failures_reported(run, Position()):
+        pass
+    assert run.ranks() == []
+
+
+def test_blame_gives_a_users_mistake_its_reason():
+    with pytest.raises(RunFailed, match="no such column") as caught, blame(Reason.BAD_DATA):
+        raise ValueError("no such column")
+    assert caught.value.reason is Reason.BAD_DATA
+
+
+def test_blame_leaves_a_full_disk_a_full_disk():
+    with pytest.raises(OSError, match="No space"), blame(Reason.BAD_MODEL):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_spec_that_cannot_be_read_is_a_bad_spec(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.spec.write_text('{"job_id": 1}')
+    with pytest.raises(RunFailed) as caught:
+        read_task(run)
+    assert caught.value.reason is Reason.BAD_SPEC
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "handed_back", "timed_out"])
+def test_rank_0_sees_a_stop_request_and_all_agree(tmp_path, reason):
+    run = RunDirectory(tmp_path)
+    first, second = StopWatch(run, rank=0), StopWatch(run, rank=1)
+    write_json(run.stop, StopRequest(reason=reason))
+    assert second.flags() == [0, 0, 0]
+    votes = [x + y for x, y in zip(first.flags(), second.flags(), strict=True)]
+    assert agreed_stop(votes) == reason
+
+
+def test_without_a_request_nobody_stops(tmp_path):
+    assert agreed_stop(StopWatch(RunDirectory(tmp_path), rank=0).flags()) is None
+
+
+def test_a_step_draws_the_same_numbers_again_and_others_than_its_neighbours():
+    drawn = {}
+    for step, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        seed_step(3, step, rank)
+        drawn.setdefault((step, rank), []).append(torch.rand(3).tolist())
+    assert drawn[0, 0][0] == drawn[0, 0][1]
+    assert drawn[0, 0][0] != drawn[0, 1][0] != drawn[1, 0][0]
