@@ -27,6 +27,12 @@ if os.environ.get("CI"):
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of tests marked `anyio`."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def servers_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data directory of this session's servers."""
     return tmp_path_factory.mktemp("servers")
