@@ -12,12 +12,12 @@ from services.distiller.corpus import Lesson
 from services.distiller.evaluate import compare, single_text_seconds
 from services.distiller.signals import Signals
 from services.distiller.teacher import Teacher, TeacherFiles
+from services.shared.files.hashing import file_sha256
+from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec
 from services.shared.model.artifact import (
-    MANIFEST,
     check_golden,
-    file_sha256,
     load_backbone,
     read_heads,
     seal_artifact,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,10 @@ from torch import Tensor
 
 from services.distiller.corpus import Corpus
 from services.distiller.teacher import TeacherFiles
-from services.shared.model.artifact import file_sha256, weights_sha256
+from services.shared.files.atomic_write import atomic_write
+from services.shared.files.hashing import file_sha256
+from services.shared.model.artifact import weights_sha256
 from services.shared.model.classifier import TAPPED
-from services.shared.training.sharding.safetensors_ranges import sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +73,8 @@ class SignalFile:
 
     def write(self, answers: dict[str, Tensor]) -> None:
         """Keep answers, rows of NaN standing for those not asked yet. Raises OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        save_file(answers, aside, metadata={"identity": self.identity.model_dump_json()})
-        aside.replace(self.path)
-        sync_directory(self.path.parent)
+        with atomic_write(self.path) as temporary:
+            save_file(answers, temporary, metadata={"identity": self.identity.model_dump_json()})
 
 
 def hash_teacher(directory: Path) -> TeacherHashes:

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from services.distiller.teacher import TeacherFiles
+from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
-from services.shared.model.artifact import HEADS_FILE, read_artifact, read_heads
+from services.shared.model.artifact import read_artifact, read_heads
 from services.shared.model.classifier import make_config
 from services.shared.model.tokens import load_tokenizer
 from services.shared.training.job_setup import check_length, read_config, trained_tokenizer

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from services.shared.datasets.card import Head, HeadType
+from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Distillation, Recipe
 from services.shared.jobs.state import Reason
 from services.shared.model.artifact import (
-    HEADS_FILE,
     count_parameters,
     load_backbone,
     read_artifact,

@@ -203,7 +203,7 @@ def test_a_failure_while_writing_leaves_nothing(
     def full(path: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ingest_module, "_sync", full)
+    monkeypatch.setattr(ingest_module, "sync", full)
     with pytest.raises(OSError, match="No space"):
         desk.take(jsonl())
     assert list(desk.datasets_dir.iterdir()) == []

@@ -57,7 +57,7 @@ def test_checkpoints_go_with_the_success_of_their_job_and_no_sooner(house: House
 
 
 def test_an_upload_cut_short_is_removed_after_a_day(house: House) -> None:
-    old, new = (house.settings.datasets_dir / f".ds_{name}.7.tmp" for name in ("old", "new"))
+    old, new = (house.settings.datasets_dir / f".ds_{name}.7.partial" for name in ("old", "new"))
     for path in (old, new):
         path.mkdir()
     os.utime(old, (1, 1))

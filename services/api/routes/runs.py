@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
@@ -19,6 +17,7 @@ from services.api.auth.keys import requires
 from services.api.deps import JobId, Parts, PartsDep
 from services.api.downsampling import RankSeries, Series, rank_memory, thinned
 from services.api.openapi import problems
+from services.shared.files.tail import read_last_lines
 from services.shared.jobs.errors import NotFound, Unavailable
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import TERMINAL
@@ -129,21 +128,7 @@ def get_job_log(
 ) -> Response:
     """Return the end of what torchrun and the ranks have printed, in whole lines."""
     run, _ = _run(parts, job_id, attempt)
-    return PlainTextResponse(_tail(run.log, tail_bytes) if run else "")
-
-
-def _tail(path: Path, most_bytes: int) -> str:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            start = max(0, size - most_bytes)
-            file.seek(start)
-            text = file.read(most_bytes)
-    except FileNotFoundError:
-        return ""
-    if start > 0:
-        text = text.partition(b"\n")[2]
-    return text.decode("utf-8", "replace")
+    return PlainTextResponse(read_last_lines(run.log, max_bytes=tail_bytes) if run else "")
 
 
 class JobMemory(BaseModel):

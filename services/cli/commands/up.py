@@ -14,6 +14,7 @@ from rich.console import Console
 
 from services.cli.embedded.platform import Platform, start_platform
 from services.cli.embedded.servers import StartFailed
+from services.shared.files.atomic_write import write_text
 
 _LOOK_SECONDS = 0.5
 
@@ -87,9 +88,7 @@ def _ignore_signals() -> None:
 
 def _announce(platform: Platform, ready_file: Path | None, *, as_json: bool) -> None:
     if ready_file is not None:
-        aside = ready_file.with_name(f".{ready_file.name}.tmp")
-        aside.write_text(platform.to_json() + "\n")
-        aside.replace(ready_file)
+        write_text(ready_file, platform.to_json() + "\n")
     if as_json:
         sys.stdout.write(platform.to_json() + "\n")
         sys.stdout.flush()

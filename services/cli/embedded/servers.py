@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from services.shared.files.atomic_write import shared_partial_path
+from services.shared.files.tail import read_tail
 from services.shared.launch.processes import guarded, start_process, stop_process, wait_until_gone
 
 # Linux allows 107 bytes of path (sun_path); the longest name we put below is ".s.PGSQL.5432.lock".
@@ -131,10 +133,7 @@ def log_tail(log: Path, *, lines: int = 5) -> str:
     """Return the last lines of a log, for the message of a failure."""
     if not log.exists():
         return "(no log)"
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 16_384))
-        text = file.read().decode("utf-8", "replace")
-    return "\n".join(text.strip().splitlines()[-lines:])
+    return "\n".join(read_tail(log, max_bytes=16_384).strip().splitlines()[-lines:])
 
 
 def _package_dir(package: str) -> Path:
@@ -200,7 +199,7 @@ def _make_cluster(
     """Run initdb unless a cluster is there; a half-made one never bears the name."""
     if cluster.exists():
         return
-    aside = cluster.with_name("postgres.new")
+    aside = shared_partial_path(cluster)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(mode=0o700, parents=True)
     if user is not None:

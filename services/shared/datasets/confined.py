@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from services.shared.datasets.card import DatasetCard
 from services.shared.datasets.ingest import ingest
 from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layout
+from services.shared.files.atomic_write import PARTIAL
 
 _CPU_SECONDS = 3600
 _OUT_OF_MEMORY = (
@@ -85,7 +86,7 @@ def ingest_confined(
         | {"OMP_NUM_THREADS": "1"},
     )
     if done.returncode != 0:
-        for left in datasets_dir.glob(f".{id}.*.tmp"):
+        for left in datasets_dir.glob(f".{id}.*{PARTIAL}"):
             shutil.rmtree(left, ignore_errors=True)
         if done.returncode > 0 and done.returncode != _OUT_OF_MEMORY:
             last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +17,8 @@ from services.shared.datasets.reader import Record, read_records
 from services.shared.datasets.split import split_of, text_key
 from services.shared.datasets.survey import survey
 from services.shared.datasets.upload import Fault, Format, Layout
+from services.shared.files.atomic_write import partial_path, sync
+from services.shared.files.hashing import file_sha256
 
 CARD = "dataset.json"
 _ROWS_PER_GROUP = 8192
@@ -43,9 +43,9 @@ def ingest(
         label_counts=found.label_counts,
         missing_labels=found.missing_labels,
         warnings=found.warnings,
-        sha256=_sha256(upload),
+        sha256=file_sha256(upload),
     )
-    aside = datasets_dir / f".{id}.{os.getpid()}.tmp"
+    aside = partial_path(datasets_dir / id)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
@@ -58,9 +58,9 @@ def ingest(
         )
         (aside / CARD).write_text(card.model_dump_json(indent=2), encoding="utf-8")
         for path in [*aside.iterdir(), aside]:
-            _sync(path)
+            sync(path)
         aside.rename(datasets_dir / id)
-        _sync(datasets_dir)
+        sync(datasets_dir)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -151,20 +151,3 @@ def _class_numbers(
         return None
     numbers = sorted(index[label] for label in labels)
     return numbers[0] if head.type is HeadType.SINGLE_LABEL else numbers
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_COPY_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have a file or a directory reach the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

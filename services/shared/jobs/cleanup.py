@@ -2,7 +2,7 @@
 
 models/mdl_<job>_<attempt>     renamed into place by a worker that was killed before its row
 runs/<job>/<attempt>/checkpoints   of a job that succeeded while its worker was killed
-datasets/.<id>.<pid>.tmp       of an upload whose API was killed
+datasets/.<id>.<pid>.partial   of an upload whose API was killed
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from services.shared.files.atomic_write import PARTIAL
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.run_directory import RunDirectory
 
@@ -68,7 +69,7 @@ def _checkpoints(store: Store, names: list[str]) -> Iterable[Path]:
 
 def _uploads(datasets_dir: Path) -> Iterable[Path]:
     before = time.time() - _UPLOAD_SECONDS
-    for path in datasets_dir.glob(".ds_*.tmp"):
+    for path in datasets_dir.glob(f".ds_*{PARTIAL}"):
         try:
             if path.stat().st_mtime < before:
                 yield path

@@ -17,13 +17,13 @@ half a line, which readers skip.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from services.shared.files.atomic_write import write_text
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import Phase, Reason
 
@@ -160,15 +160,8 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: BaseModel | dict[str, Any]) -> None:
-    """Write a whole file or nothing: aside, fsync, rename. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    """Write a whole JSON file atomically. Raises OSError."""
+    write_text(path, value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value))
 
 
 def append_record(path: Path, record: BaseModel) -> None:

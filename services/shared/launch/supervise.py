@@ -14,6 +14,7 @@ from typing import Literal
 
 import structlog
 
+from services.shared.files.atomic_write import shared_partial_path
 from services.shared.jobs.run_directory import (
     COMPLETE,
     RunDirectory,
@@ -96,7 +97,7 @@ def carry_best(earlier: Path, checkpoints: Path) -> None:
     """
     for best in earlier.glob(f"best-*/{COMPLETE}"):
         final = checkpoints / best.parent.name
-        aside = final.with_name(f".{final.name}.partial")
+        aside = shared_partial_path(final)
         if final.exists():
             continue
         shutil.rmtree(aside, ignore_errors=True)

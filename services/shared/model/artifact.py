@@ -13,7 +13,6 @@ safetensors only: nothing is ever unpickled.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +27,13 @@ from transformers import AutoModel
 from transformers.utils import logging
 
 from services.shared.datasets.card import Head
+from services.shared.files.atomic_write import sync
+from services.shared.files.hashing import file_sha256
+from services.shared.jobs.artifact_layout import GOLDEN, HEADS_FILE, HEADS_WEIGHTS, MANIFEST
 from services.shared.jobs.run_directory import write_json
 from services.shared.model.calibration import Calibration
 from services.shared.model.classifier import Classifier, Pooling, wrap_backbone
 from services.shared.model.tokens import encode, pad
-
-HEADS_FILE = "heads.json"
-HEADS_WEIGHTS = "classifier_heads.safetensors"
-MANIFEST = "manifest.json"
-GOLDEN = "golden.json"
 
 # Logits of the same text through another batch shape, kernel or device differ by rounding: bfloat16
 # keeps 8 bits, and dozens of layers lose some of them. Relative to 1 + the largest logit of the text;
@@ -249,7 +246,7 @@ def seal_artifact(
     write_json(directory / HEADS_FILE, about)
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST)
     for path in files:
-        _fsync(path)
+        sync(path)
     parameters = count_parameters(directory)
     size_bytes = sum(p.stat().st_size for p in files)
     manifest = Manifest(
@@ -261,7 +258,7 @@ def seal_artifact(
         **dict(extra or {}),
     )
     write_json(directory / MANIFEST, manifest)
-    _fsync(directory)
+    sync(directory)
     return Sealed(file_sha256(directory / MANIFEST), size_bytes, parameters)
 
 
@@ -334,23 +331,6 @@ def count_parameters(directory: Path) -> int:
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
         count += sum(int(torch.Size(shape).numel()) for shape in shapes)
     return count
-
-
-def file_sha256(path: Path) -> str:
-    """Return the hash of a file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read(path: Path, kind: type[Any]) -> Any:

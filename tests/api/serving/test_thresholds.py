@@ -16,7 +16,8 @@ from services.api.serving.predictor import Predictor
 from services.api.serving.promotion import Promoted
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.datasets.card import Head
-from services.shared.model.artifact import file_sha256, load_classifier, read_artifact
+from services.shared.files.hashing import file_sha256
+from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.metrics import predict
 from services.shared.model.tokens import load_tokenizer

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.gates import Int8Gate
 from services.shared.jobs.run_directory import write_json
 
 FORMAT = 2
 
 # As in model.artifact, which cannot be imported here: that room loads torch.
-_MANIFEST = "manifest.json"
 
 
 class PreparedInt8(Int8Gate):
@@ -37,7 +37,7 @@ def prepared_weights(artifact_dir: Path) -> Path:
 
 def manifest_hash(artifact_dir: Path) -> str:
     """Return what identifies an artifact: the hash of its manifest, which holds those of its files."""
-    return hashlib.sha256((artifact_dir / _MANIFEST).read_bytes()).hexdigest()
+    return hashlib.sha256((artifact_dir / MANIFEST).read_bytes()).hexdigest()
 
 
 def read_prepared(artifact_dir: Path) -> PreparedInt8 | None:

@@ -32,7 +32,8 @@ from services.api.serving.quantization.int8_linear import (
     quantise_product,
 )
 from services.api.serving.quantization.record import prepared_weights
-from services.shared.model.artifact import file_sha256
+from services.shared.files.atomic_write import atomic_write
+from services.shared.files.hashing import file_sha256
 from services.shared.model.classifier import Classifier
 
 
@@ -57,10 +58,8 @@ def save_weights(classifier: Classifier, artifact_dir: Path) -> str:
         for name, tensor in _block_tensors(block):
             tensors[f"{index}.{name}"] = tensor.contiguous()
     path = prepared_weights(artifact_dir)
-    path.parent.mkdir(exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    save_file(tensors, aside, metadata=about)
-    aside.replace(path)
+    with atomic_write(path) as temporary:
+        save_file(tensors, temporary, metadata=about)
     return file_sha256(path)
 
 

@@ -13,7 +13,8 @@ from services.api.serving.engines.engine import Engine
 from services.api.serving.prediction import FloatArray, probabilities
 from services.api.serving.promotion import StudentRefused
 from services.shared.datasets.card import Head, HeadType
-from services.shared.model.artifact import GOLDEN, Golden
+from services.shared.jobs.artifact_layout import GOLDEN
+from services.shared.model.artifact import Golden
 
 log = structlog.get_logger(__name__)
 

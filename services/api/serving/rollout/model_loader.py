@@ -32,12 +32,10 @@ from services.api.serving.quantization.record import prepared_weights, read_prep
 from services.api.serving.quantization.weights_file import load_backbone
 from services.api.serving.rollout.golden_check import check_golden
 from services.api.serving.settings import EngineChoice, ServingSettings
+from services.shared.files.hashing import file_sha256
+from services.shared.jobs.artifact_layout import GOLDEN, HEADS_FILE, HEADS_WEIGHTS
 from services.shared.model.artifact import (
-    GOLDEN,
-    HEADS_FILE,
-    HEADS_WEIGHTS,
     Artifact,
-    file_sha256,
     load_classifier,
     read_artifact,
     read_heads,

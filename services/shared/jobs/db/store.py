@@ -9,6 +9,7 @@ from sqlalchemy import Engine, select, text
 from sqlalchemy.dialects.postgresql import insert
 
 from services.shared.datasets.card import DatasetCard
+from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.db import attempt_queries, job_queries, model_queries, retries
 from services.shared.jobs.db.claims import make_claim
 from services.shared.jobs.db.connection import create_engine, transaction
@@ -38,8 +39,6 @@ from services.shared.jobs.views import (
     PromotionView,
     Ticket,
 )
-
-MANIFEST = "manifest.json"  # written last by whoever seals an artifact
 
 
 def open_store(settings: JobSettings) -> Store:

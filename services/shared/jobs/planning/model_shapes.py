@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from services.shared.datasets.card import Head, HeadType
+from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.jobs.spec import ModelSource, TrainedTokenizer
 from services.shared.memory.architecture import shape
 from services.shared.memory.architecture.dimensions import BERT_LIKE, Family
@@ -25,8 +26,8 @@ def read_heads(directory: Path, student: Sequence[Head]) -> list[Head] | None:
     say, or cannot be read.
     """
     try:
-        if (directory / "heads.json").exists():
-            return _heads.validate_python(_read(directory / "heads.json")["heads"])
+        if (directory / HEADS_FILE).exists():
+            return _heads.validate_python(_read(directory / HEADS_FILE)["heads"])
         config = _read(directory / "config.json")
         names = config["id2label"]
         labels = [str(names[number]) for number in sorted(names, key=int)]
@@ -43,8 +44,6 @@ def _read(path: Path) -> Any:
 
 
 ENCODERS = BERT_LIKE | {Family.MODERNBERT}
-# As in model.artifact, which cannot be imported here: that room loads torch.
-_HEADS_FILE = "heads.json"
 
 
 @dataclass(frozen=True)
@@ -95,5 +94,5 @@ def read_teacher(directory: Path, *, classes: Sequence[int]) -> Teacher:
     An encoder classifier made elsewhere has its own head, which the ranks do not take apart.
     """
     found = shape.from_pretrained_directory(directory, heads=classes)
-    made_here = (directory / _HEADS_FILE).exists()
+    made_here = (directory / HEADS_FILE).exists()
     return Teacher(found, whole_only=not made_here and found.dims.family in ENCODERS)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.shared.files.tail import read_tail
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import (
     Failure,
@@ -22,7 +23,6 @@ from services.shared.launch.aftermath.torchelastic_report import (
     RankExit,
     read_error_file,
     read_summary,
-    read_tail,
 )
 from services.shared.launch.supervise import Ending, Force, StopReason
 

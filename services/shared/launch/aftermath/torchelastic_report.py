@@ -8,6 +8,8 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.shared.files.tail import read_tail
+
 _TAIL_BYTES = 256 * 1024
 _BLOCK = re.compile(
     r"^\s*rank\s*:\s*(?P<rank>\d+) .*\n\s*exitcode\s*:\s*(?P<exit_code>-?\d+)\b", re.MULTILINE
@@ -65,14 +67,3 @@ def read_error_file(log_dir: Path, rank: int) -> str | None:
         details = message.get("extraInfo") or {}
         return str(details.get("py_callstack") or message.get("message") or "")
     return None
-
-
-def read_tail(path: Path, *, max_bytes: int) -> str:
-    """Return the end of a log, broken characters replaced; empty where there is no log."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - max_bytes))
-            return file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""

@@ -23,6 +23,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from services.shared.files.atomic_write import shared_partial_path, sync
 from services.shared.jobs.run_directory import write_json
 from services.shared.jobs.state import Reason
 from services.shared.training.optim.optimizer import Optimizer
@@ -32,7 +33,6 @@ from services.shared.training.sharding.safetensors_ranges import (
     Layout,
     TensorFile,
     TensorWriter,
-    sync_directory,
 )
 from services.shared.training.sharding.shard import Piece, Sharded
 
@@ -72,7 +72,7 @@ def save(
 ) -> Path:
     """Write one checkpoint, on all ranks, and return its path. Raises OSError on any rank."""
     final = directory / (name or f"step-{step:08d}")
-    aside = directory / f".{final.name}.partial"
+    aside = shared_partial_path(final)
     if world.is_first:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -90,9 +90,9 @@ def save(
             loop=dict(loop),
         )
         write_json(aside / COMPLETE, saved)
-        sync_directory(aside)
+        sync(aside)
         _replace(aside, final)
-        sync_directory(directory)
+        sync(directory)
     world.barrier()
     return final
 

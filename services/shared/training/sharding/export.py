@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.shared.files.atomic_write import shared_partial_path
 from services.shared.jobs.run_directory import RunDirectory, write_json
 from services.shared.model.artifact import golden_texts, write_golden, write_heads
 from services.shared.training.process import World
@@ -53,7 +54,7 @@ def export_unsealed(
     sharded.module.eval()
     golden = golden_texts(sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length)
     sharded.reshard()
-    aside = run.export.with_name(".export.partial")
+    aside = shared_partial_path(run.export)
     if world.is_first:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)

@@ -186,12 +186,3 @@ class TensorWriter:
         self._file.write(data)
         self.crc32 = zlib.crc32(data, self.crc32)
         self.num_bytes += len(data)
-
-
-def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -33,7 +33,8 @@ from services.api.serving.quantization.smoothquant import largest_activations, s
 from services.api.serving.rollout.model_loader import build_engine
 from services.api.serving.settings import EngineChoice, ServingDtype, ServingSettings
 from services.shared.datasets.card import Head, HeadType
-from services.shared.model.artifact import MANIFEST, load_classifier, read_artifact
+from services.shared.jobs.artifact_layout import MANIFEST
+from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.calibration import Calibration
 from services.shared.model.tokens import Rows
 

@@ -25,7 +25,8 @@ from services.api.serving.quantization.record import PreparedInt8, manifest_hash
 from services.api.serving.quantization.weights_file import save_weights
 from services.api.serving.rollout.model_loader import load_student
 from services.api.serving.settings import ServingDtype, ServingSettings
-from services.shared.model.artifact import BadArtifact, file_sha256, load_classifier
+from services.shared.files.hashing import file_sha256
+from services.shared.model.artifact import BadArtifact, load_classifier
 from services.shared.model.tokens import encode, load_tokenizer
 
 TEXTS = ["the room was clean", "the battery died after two days", "a", "good book " * 9]
