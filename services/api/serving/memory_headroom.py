@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 
 import psutil
 
 from services.api.serving.promotion import StudentRefused
 from services.api.serving.settings import ServingDtype, ServingSettings
+from services.shared.memory.architecture.safetensors_headers import read_header
 
 # Anonymous memory at the peak of loading beside a student that serves, over the size of the weights in
 # the type they serve in: 1.14 in float32 from bfloat16 files, with what `memory.trim` gives back
@@ -20,7 +19,6 @@ PREPARING_OVER_FLOAT32 = 1.4
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
-_LONGEST_HEADER = 100 * 1024**2  # what the safetensors format allows
 
 
 def check_memory(
@@ -88,13 +86,7 @@ def available_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def _count_weights(file: Path) -> int:
-    """Count the numbers in a safetensors file by its header: 8 bytes of length, then JSON."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > _LONGEST_HEADER:
-            raise ValueError(f"{file} is no safetensors file: its header has {length} bytes")
-        header = json.loads(stream.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name[:2] != "__")
+    return sum(tensor.num_elements for tensor in read_header(file).tensors.values())
 
 
 def _cached_files(stat: Path) -> int:

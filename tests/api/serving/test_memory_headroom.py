@@ -87,5 +87,5 @@ def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
 
 def test_what_is_no_safetensors_file_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         served_bytes(tmp_path, bytes_per_weight=2)

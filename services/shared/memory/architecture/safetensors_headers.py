@@ -1,8 +1,14 @@
-"""Reading the headers of safetensors files and indices as the JSON they are."""
+"""The headers of safetensors files and the indices of sharded checkpoints.
+
+The format: eight bytes of little-endian header length, a JSON header, then the tensors' bytes
+(github.com/huggingface/safetensors, README "Format").
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +16,31 @@ from services.shared.memory.errors import InvalidInput
 
 # The format's own limit (safetensors README: headers over 100 MB are refused).
 LARGEST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor as the header describes it; `begin` and `end` count bytes from `Header.data_offset`."""
+
+    dtype: str  # the format's name, as "BF16"
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def num_elements(self) -> int:
+        """The product of the shape."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of one safetensors file."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, TensorHeader]
+    data_offset: int  # bytes before the first tensor
+
 
 _INDEX = "model.safetensors.index.json"
 
@@ -58,25 +89,40 @@ def file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def read_header(path: Path) -> Header:
+    """Return the header of a safetensors file, checked against the file's size.
+
+    Raises OSError, and ValueError for a file that is truncated or is no safetensors file.
+    """
     size_bytes = path.stat().st_size
-    with path.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > LARGEST_HEADER_BYTES or 8 + length > size_bytes:
-            raise InvalidInput(
-                "model",
-                f"{path} is truncated or no safetensors file: its header should have {length} bytes, "
-                f"the file has {size_bytes}",
-            )
-        text = stream.read(length)
     try:
-        header = json.loads(text)
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in tensors.items()}
-        ends = [int(entry["data_offsets"][1]) for entry in tensors.values()]
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise InvalidInput("model", f"{path} has a damaged safetensors header") from error
-    if 8 + length + max(ends, default=0) > size_bytes:
-        raise InvalidInput("model", f"{path} is truncated: {size_bytes} bytes, more are announced")
-    return shapes
+        with path.open("rb") as stream:
+            prefix = stream.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(size_bytes - 8, LARGEST_HEADER_BYTES):
+                raise ValueError("its header is longer than the file")
+            content = json.loads(stream.read(length))
+        metadata = content.pop("__metadata__", {})
+        tensors = {name: _tensor_header(entry) for name, entry in content.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a safetensors file, or truncated: {error}") from error
+    data_offset = 8 + length
+    for name, tensor in tensors.items():
+        if data_offset + tensor.end > size_bytes:
+            raise ValueError(f"{path} is truncated: tensor {name!r} ends after the file's end")
+    return Header(metadata=metadata, tensors=tensors, data_offset=data_offset)
+
+
+def _tensor_header(entry: dict[str, Any]) -> TensorHeader:
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) or begin > end:
+        raise ValueError(f"shape {shape} or offsets {begin}, {end} are no sizes")
+    return TensorHeader(str(dtype), tuple(shape), begin, end)
+
+
+def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        header = read_header(path)
+    except ValueError as error:
+        raise InvalidInput("model", str(error)) from error
+    return {name: tensor.shape for name, tensor in header.tensors.items()}

@@ -21,6 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.shared.memory.architecture.safetensors_headers import (
+    Header,
+    TensorHeader,
+    read_header,
+)
+
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -34,8 +40,6 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# The library refuses longer headers (safetensors 0.8, MAX_HEADER_SIZE).
-MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,9 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        header = read_header(path)
+        self.metadata, self.entries = header.metadata, _entries(header, path)
         self._fd = os.open(path, os.O_RDONLY)
-        try:
-            self.metadata, self.entries = _read_header(path, self._fd)
-        except BaseException:
-            os.close(self._fd)
-            raise
 
     def __enter__(self) -> TensorFile:
         return self
@@ -98,33 +99,26 @@ def _bytes(values: Tensor) -> memoryview:
     return memoryview(raw)
 
 
-def _read_header(path: Path, fd: int) -> tuple[dict[str, str], dict[str, Entry]]:
-    size = os.fstat(fd).st_size
+def _entries(header: Header, path: Path) -> dict[str, Entry]:
     try:
-        (length,) = struct.unpack("<Q", os.pread(fd, 8, 0))
-        if length > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError("its header is longer than the file")
-        header = json.loads(os.pread(fd, length, 8))
-        metadata = header.pop("__metadata__", {})
-        entries = {name: _entry(value, base=8 + length) for name, value in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    for name, entry in entries.items():
-        if entry.offset + entry.num_elements * entry.dtype.itemsize > size:
-            raise ValueError(f"{path} is cut short: tensor {name!r} lies beyond its end")
-    return metadata, entries
+        return {
+            name: _entry(tensor, data_offset=header.data_offset)
+            for name, tensor in header.tensors.items()
+        }
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _entry(value: Mapping[str, Any], *, base: int) -> Entry:
-    kind, shape, span = value["dtype"], value["shape"], value["data_offsets"]
-    if kind not in DTYPES:
-        raise ValueError(f"dtype {kind} is not supported")
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, *span)):
-        raise ValueError(f"shape {shape} or offsets {span} are no sizes")
-    begin, end = span
-    entry = Entry(DTYPES[kind], tuple(shape), base + begin)
-    if end - begin != entry.num_elements * entry.dtype.itemsize:
-        raise ValueError(f"a {kind} tensor of shape {shape} does not fill {span}")
+def _entry(tensor: TensorHeader, *, data_offset: int) -> Entry:
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"dtype {tensor.dtype} is not supported")
+    entry = Entry(DTYPES[tensor.dtype], tensor.shape, data_offset + tensor.begin)
+    num_bytes = entry.num_elements * entry.dtype.itemsize
+    if tensor.end - tensor.begin != num_bytes:
+        raise ValueError(
+            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} does not fill "
+            f"{tensor.end - tensor.begin} bytes"
+        )
     return entry
 
 
