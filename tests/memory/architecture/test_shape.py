@@ -277,7 +277,9 @@ def test_a_truncated_safetensors_file_is_refused(tmp_path: Path, keep_bytes: int
     _write_model(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep_bytes])
-    with pytest.raises(InvalidInput, match="not a safetensors file, or truncated|is truncated: tensor"):
+    with pytest.raises(
+        InvalidInput, match=r"not a safetensors file, or truncated|is truncated: tensor"
+    ):
         shape.load(tmp_path)
 
 

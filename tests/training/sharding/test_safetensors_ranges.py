@@ -70,7 +70,10 @@ def raw(header: object, data: bytes = b"") -> bytes:
         (raw([1, 2]), "is not a safetensors file"),
         (raw({"a": {"dtype": "F32"}}), "is not a safetensors file"),
         (raw({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, b"1234"), "F99"),
-        (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"), "does not fill"),
+        (
+            raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
+            "does not fill",
+        ),
         (raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}), "is truncated"),
         (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}), "no sizes"),
         (raw({"a": {"dtype": "F32", "shape": 4, "data_offsets": [0, 4]}}), "is not a safetensors"),
