@@ -21,7 +21,7 @@ class Admitted:
     """What is stored with a job that may run."""
 
     plan: dict[str, Any] | None
-    recipe: Recipe | None  # the one chosen where the spec says `auto`
+    recipe: Recipe | None  # the one select_heads where the spec says `auto`
     unplanned: Unplanned | None = None  # why there is no plan
 
 

@@ -8,11 +8,11 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from services.api import errors
-from services.api.auth.authentication import Door
-from services.api.deps import Parts
-from services.api.fast_route import DirectRoute, Shortcut
-from services.api.limits.body import BodyLimit
+from services.api import errors, problems
+from services.api.auth.authentication import AuthenticationMiddleware
+from services.api.deps import AppContext
+from services.api.fast_route import FastRoute, FastRouteMiddleware
+from services.api.limits.body import BodyLimitMiddleware
 from services.api.openapi import describe
 from services.api.routes import (
     classify,
@@ -25,12 +25,12 @@ from services.api.routes import (
     predict,
     runs,
 )
-from services.api.telemetry import InfoCollector, Observe, PlanErrorCollector
+from services.api.telemetry import ModelInfoCollector, PlanErrorCollector, TelemetryMiddleware
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
-def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
+def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> FastAPI:
     """Return the application over its parts; `lifespan` starts and stops what needs it."""
     app = FastAPI(
         title="Stillhouse",
@@ -39,7 +39,7 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
         redirect_slashes=False,
         openapi_tags=_TAGS,
     )
-    app.state.parts = parts
+    app.state.context = context
     for router in (
         predict.router,  # the first to be matched: the others are asked a thousand times less
         classify.router,
@@ -54,14 +54,16 @@ def create_app(parts: Parts, *, lifespan: Lifespan | None = None) -> FastAPI:
     ):
         app.include_router(router)
     errors.install(app)
-    describe(app, models=[errors.Problem, datasets.DatasetForm])
-    parts.metrics.registry.register(InfoCollector(parts.predictor))
-    parts.metrics.registry.register(PlanErrorCollector(parts.store.plan_errors))
-    app.add_middleware(Door)
+    describe(app, models=[problems.Problem, datasets.DatasetForm])
+    context.metrics.registry.register(ModelInfoCollector(context.predictor))
+    context.metrics.registry.register(PlanErrorCollector(context.store.plan_errors))
+    app.add_middleware(AuthenticationMiddleware)
     direct = [*predict.router.routes, *classify.router.routes]
-    app.add_middleware(Shortcut, routes=[r for r in direct if isinstance(r, DirectRoute)])
-    app.add_middleware(BodyLimit, settings=parts.settings)
-    app.add_middleware(Observe, metrics=parts.metrics)  # the outermost: it sees every answer
+    app.add_middleware(FastRouteMiddleware, routes=[r for r in direct if isinstance(r, FastRoute)])
+    app.add_middleware(BodyLimitMiddleware, settings=context.settings)
+    app.add_middleware(
+        TelemetryMiddleware, metrics=context.metrics
+    )  # the outermost: it sees every answer
     return app
 
 

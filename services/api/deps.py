@@ -10,8 +10,8 @@ from typing import Annotated, Any, Protocol
 from fastapi import Depends, Path, Query, Request
 
 from services.api.auth.keys import Keys
-from services.api.limits.rate_limit import Rates
-from services.api.limits.uploads import UploadGate
+from services.api.limits.rate_limit import RateLimiters
+from services.api.limits.uploads import UploadLimiter
 from services.api.serving.prediction import Prediction
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
@@ -55,7 +55,7 @@ class Admission(Protocol):
     def plan(self) -> dict[str, Any] | None: ...
     @property
     def recipe(self) -> Recipe | None:
-        """The one chosen where the spec says `auto`."""
+        """The one select_heads where the spec says `auto`."""
         ...
 
     @property
@@ -79,7 +79,7 @@ Probe = Callable[[], object]  # raises Unavailable or OSError where its part is 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class AppContext:
     """Everything that the routes work with."""
 
     settings: ApiSettings
@@ -90,16 +90,18 @@ class Parts:
     keys: Keys
     metrics: Metrics
     probes: Mapping[str, Probe] = field(default_factory=dict)
-    rates: Rates = field(default_factory=Rates)
-    uploads: UploadGate = field(default_factory=UploadGate)
+    rate_limiters: RateLimiters = field(default_factory=RateLimiters)
+    upload_limiter: UploadLimiter = field(default_factory=UploadLimiter)
 
 
-async def _parts(request: Request) -> Parts:  # async: a plain function costs a hop to a thread
-    parts: Parts = request.app.state.parts
-    return parts
+async def _context(
+    request: Request,
+) -> AppContext:  # async: a sync dependency runs in a thread pool
+    context: AppContext = request.app.state.context
+    return context
 
 
-PartsDep = Annotated[Parts, Depends(_parts)]
+ContextDep = Annotated[AppContext, Depends(_context)]
 
 _ID = re.compile(r"[a-z]{2,4}_[0-9a-z_]{1,60}")
 

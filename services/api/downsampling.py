@@ -1,4 +1,4 @@
-"""Long files of records made short enough to send: thinned evenly, peaks kept."""
+"""Long files of records made short enough to send: downsample evenly, peaks kept."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RankSeries(BaseModel):
     series: Series[MemoryRecord]
 
 
-def thinned(records: Iterable[RecordT], *, points: int) -> Series[RecordT]:
+def downsample(records: Iterable[RecordT], *, points: int) -> Series[RecordT]:
     """Return at most `points` records (and the last), evenly spaced, in one pass and little memory."""
     kept: list[RecordT] = []
     stride, total = 1, 0
@@ -56,7 +56,7 @@ def rank_memory(run: RunDirectory, rank: int, *, plan: dict[str, Any], points: i
     """Read one rank's memory file and set the plan's phases beside its peaks."""
     peaks = _Peaks()
     records = (record for _, record in read_records(run.memory_file(rank), MemoryRecord))
-    series = thinned(peaks.watch(records), points=points)
+    series = downsample(peaks.watch(records), points=points)
     return RankSeries(
         rank=rank,
         basis=peaks.basis,

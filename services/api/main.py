@@ -16,10 +16,10 @@ from pydantic_core import ErrorDetails
 
 from services.api.admission import Admitter
 from services.api.app import create_app
-from services.api.auth.keys import keys_for
-from services.api.deps import Parts
-from services.api.limits.rate_limit import rates_of
-from services.api.limits.uploads import UploadGate
+from services.api.auth.keys import load_keys
+from services.api.deps import AppContext
+from services.api.limits.rate_limit import create_rate_limiters
+from services.api.limits.uploads import UploadLimiter
 from services.api.logs import configure_logs
 from services.api.planner import Planner
 from services.api.promotions import PromotionFeed
@@ -66,14 +66,14 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     cannot be made.
     """
     settings = settings or ApiSettings()
-    keys = keys_for(settings)
+    keys = load_keys(settings)
     _make_directories(settings)
     metrics = Metrics()
     store = open_store(settings)
     celery = make_celery(settings)
     feed = PromotionFeed(store, datasets_dir=settings.datasets_dir)
     predictor = Predictor(promotions=feed, registry=metrics.registry, reports=feed)
-    parts = Parts(
+    context = AppContext(
         settings=settings,
         store=store,
         send=lambda job_id, kind: send(celery, job_id, kind),
@@ -86,15 +86,15 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
             "broker": lambda: depth(celery, "teacher"),
             "data_dir": lambda: _writable(settings),
         },
-        rates=rates_of(settings),
-        uploads=UploadGate(
-            most_open=settings.uploads_at_once, most_validated=settings.validations_at_once
+        rate_limiters=create_rate_limiters(settings),
+        upload_limiter=UploadLimiter(
+            max_uploads=settings.uploads_at_once, max_validations=settings.validations_at_once
         ),
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001
-        if keys.is_open:
+        if keys.is_empty:
             log.warning("api_keys_off", why="no keys file, and only this machine can connect")
         predictor.start()
         try:
@@ -103,7 +103,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
             await predictor.stop()
             store.engine.dispose()
 
-    return create_app(parts, lifespan=lifespan)
+    return create_app(context, lifespan=lifespan)
 
 
 def _make_directories(settings: ApiSettings) -> None:

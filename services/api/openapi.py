@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
-from services.api.errors import MEDIA_TYPE, TITLES
+from services.api.problems import MEDIA_TYPE, PROBLEM_TYPES
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -24,7 +24,7 @@ def problems(*statuses: int) -> Responses:
     schema = {"$ref": "#/components/schemas/Problem"}
     return {
         status: {
-            "description": " / ".join(t for s, t in TITLES.values() if s == status),
+            "description": " / ".join(t for s, t in PROBLEM_TYPES.values() if s == status),
             "content": {MEDIA_TYPE: {"schema": schema}},
         }
         for status in statuses
@@ -49,7 +49,7 @@ def describe(app: FastAPI, *, models: Sequence[type[BaseModel]]) -> None:
                 schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 schemas.update(schema.pop("$defs", {}))
                 schemas[model.__name__] = schema
-            if app.state.parts.keys.is_open:
+            if app.state.context.keys.is_empty:
                 _drop_security(document)
             app.openapi_schema = document
         return app.openapi_schema

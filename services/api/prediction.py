@@ -13,8 +13,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from services.api.deps import Parts, Student
-from services.api.errors import FieldError, ProblemError, invalid
+from services.api.deps import AppContext, Student
+from services.api.problems import FieldError, ProblemError, invalid_field
 from services.api.serving.errors import NoStudent, TextTooLong, UnusableText
 from services.api.serving.prediction import Prediction
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
@@ -27,7 +27,7 @@ _CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\t\n\v\f\r") | {127})
 
 WATCH_AFTER_SECONDS = 0.05  # how late an answer must be before its client's connection is watched
 
-ANSWER_HEADERS = {
+RESPONSE_HEADERS = {
     "X-Model-Version": {"schema": {"type": "string"}, "description": "The model that answered."},
     "Server-Timing": {"schema": {"type": "string"}, "description": "Milliseconds a stage."},
 }
@@ -40,11 +40,11 @@ class Usage(BaseModel):
     total_tokens: int
 
 
-async def ask(
+async def predict_texts(
     texts: list[str],
     *,
     request: Request,
-    parts: Parts,
+    context: AppContext,
     alias: str,
     field: str,
     truncate: bool,
@@ -55,20 +55,20 @@ async def ask(
     `field` is the request's name for its texts. Raises ProblemError, PredictionError, and
     ClientDisconnect when nobody waits for the answer any more.
     """
-    most = parts.settings.predict_most_texts
+    most = context.settings.predict_most_texts
     if len(texts) > most:
         raise ProblemError("too-large", f"{len(texts)} texts; one request may have {most}.")
-    student = await active_student(parts, alias)
-    chosen((head.name for head in student.heads), heads)
+    student = await active_student(context, alias)
+    select_heads((head.name for head in student.heads), heads)
     try:
         _check_characters(texts)
         predictions = await _while_connected(
-            request, parts.predictor.predict(texts, truncate=truncate, alias=alias)
+            request, context.predictor.predict(texts, truncate=truncate, alias=alias)
         )
     except (TextTooLong, UnusableText) as error:
         raise _refused(error, field=field) from error
     # A swap between the two calls may have brought another student.
-    chosen(predictions[0].scores, heads)
+    select_heads(predictions[0].scores, heads)
     return predictions
 
 
@@ -132,34 +132,34 @@ def _refused(error: TextTooLong | UnusableText, *, field: str) -> ProblemError:
     return ProblemError(slug, str(error), errors=[place])
 
 
-async def active_student(parts: Parts, alias: str) -> Student:
+async def active_student(context: AppContext, alias: str) -> Student:
     """Return the student of `alias`. Raises NoStudent, and ProblemError for an unknown alias."""
-    student = parts.predictor.active(alias)
+    student = context.predictor.active(alias)
     if student is not None:
         return student
-    if alias != DEFAULT_ALIAS and await run_in_threadpool(parts.store.active, alias) is None:
+    if alias != DEFAULT_ALIAS and await run_in_threadpool(context.store.active, alias) is None:
         raise ProblemError("not-found", f"No model has ever been promoted to {alias!r}.")
     raise NoStudent(alias)
 
 
-def chosen(available: Iterable[str], wanted: list[str] | None) -> list[str]:
+def select_heads(available: Iterable[str], wanted: list[str] | None) -> list[str]:
     """Return the wanted heads, or all. Raises ProblemError naming one that is not there."""
     names = list(available)
     for index, name in enumerate(wanted or ()):
         if name not in names:
-            raise invalid(
+            raise invalid_field(
                 f"heads.{index}", f"The model has no head {name[:80]!r}; it has {', '.join(names)}."
             )
     return names if wanted is None else wanted
 
 
-def usage_of(predictions: Sequence[Prediction]) -> dict[str, int]:
+def count_usage(predictions: Sequence[Prediction]) -> dict[str, int]:
     """Return the tokens read, as both shapes count them."""
     tokens = sum(prediction.tokens for prediction in predictions)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def answer_with(content: Any, predictions: Sequence[Prediction]) -> Response:
+def prediction_response(content: Any, predictions: Sequence[Prediction]) -> Response:
     """Return the answer with the model's version and the slowest text's stages in its headers."""
     slowest = [max(p.timing[stage] for p in predictions) for stage in range(3)]
     stages = zip(("tokenise", "queue", "compute"), slowest, strict=True)

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.errors import ProblemError, problem_response
+from services.api.problems import ProblemError, problem_response
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.views import PlanError
 
@@ -75,7 +75,7 @@ class _Serving(Protocol):
     def aliases(self) -> Sequence[str]: ...
 
 
-class InfoCollector(Collector):
+class ModelInfoCollector(Collector):
     """Says at each scrape which model serves which alias."""
 
     def __init__(self, predictor: _Serving) -> None:
@@ -136,7 +136,7 @@ def _plan_error_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
     )
 
 
-class Observe:
+class TelemetryMiddleware:
     """ASGI middleware: counts and times each request, adds headers, answers what nobody caught."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:

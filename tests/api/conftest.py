@@ -13,9 +13,9 @@ from fastapi.testclient import TestClient
 
 from services.api.app import create_app
 from services.api.auth.keys import Keys
-from services.api.deps import Parts
-from services.api.limits.rate_limit import Rates
-from services.api.limits.uploads import UploadGate
+from services.api.deps import AppContext
+from services.api.limits.rate_limit import RateLimiters
+from services.api.limits.uploads import UploadLimiter
 from services.api.serving.errors import NoStudent, PredictionError, TextTooLong
 from services.api.serving.prediction import Prediction, Score, Timing
 from services.api.settings import ApiSettings
@@ -127,11 +127,11 @@ class Platform:
     sent: list[tuple[str, str]] = field(default_factory=list)
     keys: Keys = field(default_factory=lambda: Keys({}))
     probes: dict[str, Callable[[], None]] = field(default_factory=dict)
-    rates: Rates = field(default_factory=Rates)
-    uploads: UploadGate = field(default_factory=UploadGate)
+    rate_limiters: RateLimiters = field(default_factory=RateLimiters)
+    upload_limiter: UploadLimiter = field(default_factory=UploadLimiter)
 
-    def parts(self) -> Parts:
-        return Parts(
+    def context(self) -> AppContext:
+        return AppContext(
             settings=self.settings,
             store=self.store,
             send=self._send,
@@ -140,8 +140,8 @@ class Platform:
             keys=self.keys,
             metrics=Metrics(),
             probes=self.probes,
-            rates=self.rates,
-            uploads=self.uploads,
+            rate_limiters=self.rate_limiters,
+            upload_limiter=self.upload_limiter,
         )
 
     def _send(self, job_id: str, kind: str) -> bool:
@@ -150,7 +150,7 @@ class Platform:
         return not self.broker_is_away
 
     def client(self) -> TestClient:
-        return TestClient(create_app(self.parts()), base_url="http://127.0.0.1:8000")
+        return TestClient(create_app(self.context()), base_url="http://127.0.0.1:8000")
 
 
 def _settings(database_url: str, tmp_path: Path, **more: Any) -> ApiSettings:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.api.auth.keys import Scope
-from services.api.errors import TITLES
+from services.api.problems import PROBLEM_TYPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "http.md"
 
@@ -40,7 +40,7 @@ def test_every_route_is_in_the_docs_and_the_other_way_round(
 def test_every_problem_is_in_the_docs_with_its_status(text: str) -> None:
     told = re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", text, re.MULTILINE)
     assert {slug: int(status) for slug, status in told} == {
-        slug: status for slug, (status, _) in TITLES.items()
+        slug: status for slug, (status, _) in PROBLEM_TYPES.items()
     }
 
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.testclient import TestClient
 from starlette.responses import Response
 
-from services.api.fast_route import MOST_FIELDS, PREDICT_KEY, DirectRoute
+from services.api.fast_route import MAX_FIELDS, PREDICT_SCOPE, FastRoute
 
 ROUTES = [("/predict", "inputs"), ("/v1/classify", "input")]
 
@@ -38,7 +38,7 @@ def test_a_list_without_end_costs_no_error_for_each_item(
 def test_more_fields_than_a_request_has_are_refused_together(
     client: TestClient, path: str, field: str
 ) -> None:
-    body = {field: "a", **{f"f{number}": 1 for number in range(MOST_FIELDS)}}
+    body = {field: "a", **{f"f{number}": 1 for number in range(MAX_FIELDS)}}
     response = client.post(path, json=body)
     assert response.status_code == 422
     assert len(response.json()["errors"]) == 1
@@ -111,6 +111,6 @@ def test_a_dependency_that_would_not_run_is_refused_at_once() -> None:
     async def forgotten() -> None:
         """Would be looked up by FastAPI's own solving only."""
 
-    router = APIRouter(route_class=DirectRoute, dependencies=[PREDICT_KEY, Depends(forgotten)])
+    router = APIRouter(route_class=FastRoute, dependencies=[PREDICT_SCOPE, Depends(forgotten)])
     with pytest.raises(AssertionError, match="no other dependency"):
         router.post("/x")(endpoint)

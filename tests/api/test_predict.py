@@ -258,7 +258,7 @@ def test_the_texts_of_a_client_that_left_are_dropped(offline: Any, one_head: Any
             "query_string": b"",
             "headers": headers,
         }
-        await create_app(offline.parts())(scope, receive, send)
+        await create_app(offline.context())(scope, receive, send)
         assert sent == []
 
     asyncio.run(asyncio.wait_for(visit(), 20))

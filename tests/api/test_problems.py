@@ -9,7 +9,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from services.api.admission import Admitter
-from services.api.errors import TITLES, as_problem
+from services.api.errors import to_problem
+from services.api.problems import PROBLEM_TYPES
 from services.shared.jobs import errors as shared
 
 TEACHER = {"kind": "teacher", "dataset_id": "ds_1", "model": {"path": "base"}}
@@ -19,7 +20,7 @@ def assert_problem(response: Any, slug: str) -> dict[str, Any]:
     """Check the shape that every problem has, and return it."""
     assert response.headers["content-type"] == "application/problem+json"
     body: dict[str, Any] = response.json()
-    status, title = TITLES[slug]
+    status, title = PROBLEM_TYPES[slug]
     assert body["type"] == f"urn:stillhouse:problem:{slug}"
     assert (body["title"], body["status"]) == (title, status)
     assert response.status_code == status
@@ -221,9 +222,9 @@ def test_every_error_of_the_shared_rooms_has_words() -> None:
         shared.DoesNotFit("no", {"verdict": "does_not_fit"}): "does-not-fit",
         shared.Unavailable("no"): "unavailable",
     }
-    assert {as_problem(error).slug for error in samples} == set(samples.values())
+    assert {to_problem(error).slug for error in samples} == set(samples.values())
     for error, slug in samples.items():
-        assert as_problem(error).slug == slug
+        assert to_problem(error).slug == slug
     told = {type(error) for error in samples}
     known = {kind for kind in vars(shared).values() if isinstance(kind, type)}
     assert {k for k in known if issubclass(k, shared.StillhouseError)} - told == {

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from services.api.app import create_app
-from services.api.downsampling import thinned
+from services.api.downsampling import downsample
 from services.api.settings import ApiSettings
 from services.shared.jobs.run_directory import (
     MemoryRecord,
@@ -96,7 +96,7 @@ def served(platform: Any, **settings: Any) -> Iterator[str]:
     """The application behind a real server on a free port."""
     platform.settings = ApiSettings(**{**platform.settings.model_dump(), **settings})
     config = uvicorn.Config(
-        create_app(platform.parts()), port=0, log_level="critical", timeout_graceful_shutdown=5
+        create_app(platform.context()), port=0, log_level="critical", timeout_graceful_shutdown=5
     )
     server = uvicorn.Server(config)
     socket = config.bind_socket()
@@ -211,7 +211,7 @@ def test_metrics_keep_every_evaluation_and_thin_the_rest(desk: Any) -> None:
 @pytest.mark.parametrize("total", [0, 1, 2, 9, 10, 11, 100, 1001])
 def test_thinning_keeps_the_first_the_last_and_even_steps(total: int) -> None:
     records = [MemoryRecord(time=0, phase="x", step=step) for step in range(total)]
-    series = thinned(records, points=10)
+    series = downsample(records, points=10)
     steps = [record.step for record in series.points]
     assert series.total == total
     assert len(steps) <= 11

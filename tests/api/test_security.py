@@ -17,7 +17,7 @@ import structlog
 from fastapi.testclient import TestClient
 
 from services.api.app import create_app
-from services.api.auth.authentication import OPEN_PATHS
+from services.api.auth.authentication import PUBLIC_PATHS
 from services.api.auth.keys import Keys, KeysFile, Scope
 from services.api.logs import configure_logs
 from services.api.main import create
@@ -56,7 +56,7 @@ def test_every_operation_needs_a_key_but_the_probes(locked: Any) -> None:
         if response.status_code != 401:
             opened.add(path)
     assert opened == {"/livez", "/readyz", "/health"}
-    assert opened < OPEN_PATHS
+    assert opened < PUBLIC_PATHS
 
 
 def test_a_stranger_learns_not_even_what_exists(locked: Any) -> None:
@@ -69,7 +69,7 @@ def test_a_stranger_learns_not_even_what_exists(locked: Any) -> None:
     "path", ["/jobs", "/jobs/plan", "/diagnoses", "/datasets", "/predict", "/v1/classify", "/none"]
 )
 def test_the_body_of_a_stranger_is_never_read(locked: Any, path: str) -> None:
-    app = create_app(locked.parts())
+    app = create_app(locked.context())
     sent: list[Any] = []
 
     async def receive() -> Any:

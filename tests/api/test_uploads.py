@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from services.api.app import create_app
-from services.api.limits.uploads import UploadGate
+from services.api.limits.uploads import UploadLimiter
 from services.api.routes import datasets
 
 FORM = {"heads": '[{"name": "mood"}]'}
@@ -51,14 +51,14 @@ async def upload(client: httpx.AsyncClient) -> httpx.Response:
 
 
 def client_of(platform: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(create_app(platform.parts()))
+    transport = httpx.ASGITransport(create_app(platform.context()))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 def test_so_many_uploads_are_validated_at_once_and_the_others_wait(
     platform: Any, kitchen: Kitchen
 ) -> None:
-    platform.uploads = UploadGate(most_open=6, most_validated=2)
+    platform.upload_limiter = UploadLimiter(max_uploads=6, max_validations=2)
 
     async def six() -> list[httpx.Response]:
         async with client_of(platform) as client:
@@ -75,7 +75,7 @@ def test_so_many_uploads_are_validated_at_once_and_the_others_wait(
 def test_an_upload_too_many_is_refused_at_once_and_told_when_to_come_back(
     platform: Any, kitchen: Kitchen
 ) -> None:
-    platform.uploads = UploadGate(most_open=1, most_validated=1)
+    platform.upload_limiter = UploadLimiter(max_uploads=1, max_validations=1)
 
     async def three() -> list[httpx.Response]:
         async with client_of(platform) as client:
@@ -92,7 +92,7 @@ def test_an_upload_too_many_is_refused_at_once_and_told_when_to_come_back(
 
 
 def test_uploads_that_fail_give_their_place_back(platform: Any) -> None:
-    platform.uploads = UploadGate(most_open=1, most_validated=1)
+    platform.upload_limiter = UploadLimiter(max_uploads=1, max_validations=1)
 
     async def several() -> list[int]:
         async with client_of(platform) as client:

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from services.api.app import create_app
 from services.api.auth.keys import Keys
-from services.api.deps import Parts
+from services.api.deps import AppContext
 from services.api.serving.active_models import ActiveStudent
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.predictor import Predictor
@@ -76,7 +76,7 @@ def main() -> None:
         broker_url="redis://127.0.0.1:1/0",
         data_dir=Path(tempfile.gettempdir()),
     )
-    parts = Parts(
+    context = AppContext(
         settings=settings,
         store=open_store(settings),
         send=unused,
@@ -93,7 +93,7 @@ def main() -> None:
         await predictor.stop()
 
     uvicorn.run(
-        create_app(parts, lifespan=lifespan),
+        create_app(context, lifespan=lifespan),
         host="127.0.0.1",
         port=options.port,
         access_log=False,

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from services.api.errors import TITLES
+from services.api.problems import PROBLEM_TYPES
 from tests.fuzz.api_alone import ApiAlone, api_alone
 from tests.fuzz.seed import Seeds, seed
 
@@ -94,7 +94,7 @@ def fuzz(api: ApiAlone, seeds: Seeds, options: argparse.Namespace) -> int:
     command += ["--report", "json", "--report-dir", str(directory / "report")]
     if options.seed is not None:
         command += ["--seed", str(options.seed)]
-    kinds = {slug: status for slug, (status, _) in TITLES.items()}
+    kinds = {slug: status for slug, (status, _) in PROBLEM_TYPES.items()}
     env = {
         **os.environ,
         "PYTHONPATH": str(HERE.parents[1]),

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from services.api.admission import Admitter
 from services.api.app import create_app
 from services.api.auth.keys import Keys
-from services.api.deps import Parts
+from services.api.deps import AppContext
 from services.api.planner import Planner
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
@@ -91,7 +91,7 @@ def _the_failing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def client(settings: ApiSettings, store: Store) -> TestClient:
     """The HTTP door with its real admission; nothing is served and nothing is sent."""
-    parts = Parts(
+    context = AppContext(
         settings=settings,
         store=store,
         send=lambda *_: True,
@@ -100,7 +100,7 @@ def client(settings: ApiSettings, store: Store) -> TestClient:
         keys=Keys({}),
         metrics=Metrics(),
     )
-    return TestClient(create_app(parts), base_url="http://127.0.0.1:8000")
+    return TestClient(create_app(context), base_url="http://127.0.0.1:8000")
 
 
 @pytest.fixture

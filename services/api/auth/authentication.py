@@ -5,11 +5,11 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.api.auth.keys import known_key
-from services.api.errors import ProblemError, problem_response
+from services.api.auth.keys import authenticate
+from services.api.problems import ProblemError, problem_response
 
 # Probes, and what only describes the API. Everything else, what does not exist too, needs a key.
-OPEN_PATHS = frozenset(
+PUBLIC_PATHS = frozenset(
     {
         "/livez",
         "/readyz",
@@ -22,7 +22,7 @@ OPEN_PATHS = frozenset(
 )
 
 
-class Door:
+class AuthenticationMiddleware:
     """ASGI middleware that lets in who has a key, whatever its scopes; the routes look at those.
 
     FastAPI reads and parses a body before it asks a route's dependencies.
@@ -32,9 +32,9 @@ class Door:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
             try:
-                known_key(Request(scope))
+                authenticate(Request(scope))
             except ProblemError as problem:
                 # The body stays unread, so the connection cannot be used again.
                 problem.headers["Connection"] = "close"

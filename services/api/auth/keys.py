@@ -15,8 +15,8 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from services.api.errors import ProblemError
-from services.api.limits.rate_limit import Rates, address_of
+from services.api.limits.rate_limit import RateLimiters, client_address
+from services.api.problems import ProblemError
 from services.api.settings import ApiSettings, is_loopback
 
 
@@ -54,7 +54,7 @@ class Keys:
         self._entries = entries
 
     @property
-    def is_open(self) -> bool:
+    def is_empty(self) -> bool:
         return not self._entries
 
     def find(self, key: str) -> ApiKey | None:
@@ -82,10 +82,10 @@ def read_keys(path: Path) -> Keys:
         ) from error
 
 
-def keys_for(settings: ApiSettings) -> Keys:
+def load_keys(settings: ApiSettings) -> Keys:
     """Return the keys the API starts with. Raises ValueError for an open door on a network."""
     keys = read_keys(settings.api_keys_file) if settings.api_keys_file else Keys({})
-    if keys.is_open and not is_loopback(settings.host):
+    if keys.is_empty and not is_loopback(settings.host):
         raise ValueError(
             f"Refusing to listen on {settings.host} without API keys: anybody who reaches it could "
             "submit jobs. Set STILLHOUSE_API_KEYS_FILE, or listen on 127.0.0.1."
@@ -105,37 +105,37 @@ def requires(scope: Scope | None) -> Callable[..., Awaitable[None]]:
             HTTPAuthorizationCredentials | None, Depends(_bearer)
         ],
     ) -> None:
-        check_key(request, scope)
+        authorize(request, scope)
 
     return check
 
 
-def check_key(request: Request, scope: Scope | None) -> None:
+def authorize(request: Request, scope: Scope | None) -> None:
     """Let a request pass with a key that has `scope` (None: any key), at its rate. Raises ProblemError."""
-    key = known_key(request)
+    key = authenticate(request)
     if key is None:
         return
-    rates: Rates = request.app.state.parts.rates
-    (rates.predict if scope is Scope.PREDICT else rates.other).spend(key.sha256)
+    rates: RateLimiters = request.app.state.context.rate_limiters
+    (rates.predict if scope is Scope.PREDICT else rates.other).acquire(key.sha256)
     if not key.allows(scope):
         raise ProblemError("forbidden", f"This needs a key with the scope {scope}.")
 
 
-def known_key(request: Request) -> ApiKey | None:
+def authenticate(request: Request) -> ApiKey | None:
     """Return the key that a request bears, or None where there are no keys and it is local.
 
     Raises ProblemError. A right key passes from an address that has sent too many wrong ones: behind
     a proxy all clients have one address, and nobody guesses 256 random bits at any rate.
     """
-    keys: Keys = request.app.state.parts.keys
-    if keys.is_open:
+    keys: Keys = request.app.state.context.keys
+    if keys.is_empty:
         _check_local(request)
         return None
     kind, _, credentials = request.headers.get("authorization", "").partition(" ")
     key = keys.find(credentials.strip()) if kind.lower() == "bearer" else None
     if key is None:
-        rates: Rates = request.app.state.parts.rates
-        rates.wrong_keys.spend(address_of(request))
+        rates: RateLimiters = request.app.state.context.rate_limiters
+        rates.wrong_keys.acquire(client_address(request))
         raise ProblemError(
             "unauthorized",
             "Send an API key of this server as `Authorization: Bearer <key>`.",
@@ -144,11 +144,11 @@ def known_key(request: Request) -> ApiKey | None:
     return key
 
 
-async def limit_strangers(request: Request) -> None:
+async def limit_by_address(request: Request) -> None:
     """Dependency of routes that need no key but cost something: a rate for each address."""
-    parts = request.app.state.parts
-    if not parts.keys.is_open:
-        parts.rates.other.spend(address_of(request))
+    context = request.app.state.context
+    if not context.keys.is_empty:
+        context.rate_limiters.other.acquire(client_address(request))
 
 
 def _check_local(request: Request) -> None:

@@ -10,20 +10,20 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.errors import (
-    MOST_FIELD_ERRORS,
+from services.api.errors import to_problem
+from services.api.problems import (
+    MAX_FIELD_ERRORS,
     FieldError,
     ProblemError,
-    as_problem,
     problem_response,
 )
 from services.api.settings import ApiSettings
 
-DEEPEST_JSON = 64
+MAX_JSON_DEPTH = 64
 INTEGER_BITS = 64  # what Postgres, JavaScript's BigInt64 and our counters agree on
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """ASGI middleware that refuses a body over its path's limit, by its header or while it streams."""
 
     def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
@@ -40,7 +40,7 @@ class BodyLimit:
             return
         limit = self._limits.get(scope["path"], self._otherwise)
         if _announced(scope) > limit:
-            problem = as_problem(_too_large(limit))
+            problem = to_problem(_too_large(limit))
             await problem_response(problem, path=scope["path"])(scope, receive, send)
             return
         await self._app(scope, _counted(receive, limit), send)
@@ -79,7 +79,7 @@ async def screen_json(request: Request) -> None:
     """Refuse what JSON's grammar lets through but no column, log or tokenizer takes.
 
     NUL and lone surrogates in strings, NaN and infinities, integers over 64 bits, and nesting deeper
-    than DEEPEST_JSON. The body is already parsed (and kept) by the framework.
+    than MAX_JSON_DEPTH. The body is already parsed (and kept) by the framework.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type.startswith("application/") and media_type.endswith("json")):
@@ -94,7 +94,7 @@ def screen(value: Any) -> None:
     faults: list[FieldError] = []
     for field, message in _faults(value, path=()):
         faults.append(FieldError(field=".".join(field) or "body", message=message))
-        if len(faults) == MOST_FIELD_ERRORS:
+        if len(faults) == MAX_FIELD_ERRORS:
             break
     if faults:
         raise ProblemError(
@@ -103,8 +103,8 @@ def screen(value: Any) -> None:
 
 
 def _faults(value: Any, *, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    if len(path) > DEEPEST_JSON:
-        yield path[:3], f"nested deeper than {DEEPEST_JSON} levels"
+    if len(path) > MAX_JSON_DEPTH:
+        yield path[:3], f"nested deeper than {MAX_JSON_DEPTH} levels"
         return
     match value:
         case str() if fault := text_fault(value):

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from services.api.errors import ProblemError
+from services.api.problems import ProblemError
 from services.api.settings import ApiSettings
 
-MOST_CALLERS = 10_000  # buckets that one meter keeps; keys are few, strangers' addresses are not
+MAX_CALLERS = 10_000  # buckets that one meter keeps; keys are few, strangers' addresses are not
 IPV6_NETWORK_BITS = 64  # what one subscriber is given: its addresses are one caller
 
 
-class Meter:
+class RateLimiter:
     """A token bucket for each caller, all of one size; called from the event loop alone.
 
     A caller is kept as one number, the moment at which its bucket is full again (the generic cell rate
@@ -30,15 +30,15 @@ class Meter:
         per_second: float = 0.0,
         burst: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        most_callers: int = MOST_CALLERS,
+        max_callers: int = MAX_CALLERS,
     ) -> None:
         self._interval = 1 / per_second if per_second else 0.0  # seconds that bring a token
         self._slack = (max(burst, 1.0) - 1) * self._interval
         self._clock = clock
-        self._most_callers = most_callers
+        self._most_callers = max_callers
         self._full_at: dict[str, float] = {}
 
-    def take(self, caller: str) -> float:
+    def try_acquire(self, caller: str) -> float:
         """Take a token of the caller's; return 0, or the seconds until there will be one."""
         if not self._interval:
             return 0.0
@@ -52,9 +52,9 @@ class Meter:
             self._forget(now)
         return 0.0
 
-    def spend(self, caller: str) -> None:
+    def acquire(self, caller: str) -> None:
         """Take a token. Raises ProblemError saying when to come back where there is none."""
-        wait = self.take(caller)
+        wait = self.try_acquire(caller)
         if wait:
             raise ProblemError(
                 "rate-limited",
@@ -69,29 +69,31 @@ class Meter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class RateLimiters:
     """The meters of one application; those left out let everything pass."""
 
-    predict: Meter = field(default_factory=Meter)  # by key
-    other: Meter = field(default_factory=Meter)  # by key; of routes that need none, by address
-    wrong_keys: Meter = field(default_factory=Meter)  # by address
+    predict: RateLimiter = field(default_factory=RateLimiter)  # by key
+    other: RateLimiter = field(
+        default_factory=RateLimiter
+    )  # by key; of routes that need none, by address
+    wrong_keys: RateLimiter = field(default_factory=RateLimiter)  # by address
 
 
-def rates_of(settings: ApiSettings) -> Rates:
+def create_rate_limiters(settings: ApiSettings) -> RateLimiters:
     """Return meters, all full, with the limits of the settings."""
 
-    def meter(per_second: float) -> Meter:
-        return Meter(per_second=per_second, burst=per_second * settings.rate_burst_seconds)
+    def meter(per_second: float) -> RateLimiter:
+        return RateLimiter(per_second=per_second, burst=per_second * settings.rate_burst_seconds)
 
     per_minute = settings.wrong_keys_per_minute
-    return Rates(
+    return RateLimiters(
         predict=meter(settings.predict_per_second),
         other=meter(settings.requests_per_second),
-        wrong_keys=Meter(per_second=per_minute / 60, burst=per_minute),
+        wrong_keys=RateLimiter(per_second=per_minute / 60, burst=per_minute),
     )
 
 
-def address_of(request: Request) -> str:
+def client_address(request: Request) -> str:
     """Return who a request comes from: its IPv4 address, or the network of its IPv6 address."""
     host = request.client.host if request.client else ""
     try:

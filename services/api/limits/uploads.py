@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.api.errors import RETRY_AFTER_SECONDS, ProblemError
+from services.api.problems import RETRY_AFTER_SECONDS, ProblemError
 
 
-class UploadGate:
-    """Lets `most_open` uploads in, and `most_validated` of them be validated; the others wait."""
+class UploadLimiter:
+    """Lets `max_uploads` uploads in, and `max_validations` of them be validated; the others wait."""
 
-    def __init__(self, *, most_open: int = 8, most_validated: int = 2) -> None:
-        self._most_open = most_open
+    def __init__(self, *, max_uploads: int = 8, max_validations: int = 2) -> None:
+        self._most_open = max_uploads
         self._open = 0
-        self._validations = asyncio.Semaphore(most_validated)
+        self._validations = asyncio.Semaphore(max_validations)
 
     @asynccontextmanager
     async def upload(self) -> AsyncIterator[None]:

@@ -10,25 +10,25 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from services.api.deps import Alias, PartsDep
-from services.api.errors import ProblemError
-from services.api.fast_route import PREDICT_KEY, DirectRoute
+from services.api.deps import Alias, ContextDep
+from services.api.fast_route import PREDICT_SCOPE, FastRoute
 from services.api.openapi import problems
 from services.api.prediction import (
-    ANSWER_HEADERS,
+    RESPONSE_HEADERS,
     Usage,
     active_student,
-    answer_with,
-    ask,
-    usage_of,
+    count_usage,
+    predict_texts,
+    prediction_response,
 )
+from services.api.problems import ProblemError
 from services.api.serving.prediction import Prediction, Score
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 
 router = APIRouter(
     tags=["predict"],
-    route_class=DirectRoute,
-    dependencies=[PREDICT_KEY],
+    route_class=FastRoute,
+    dependencies=[PREDICT_SCOPE],
     responses=problems(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
 
@@ -88,18 +88,18 @@ class ClassifyAnswer(BaseModel):
     "/v1/classify",
     operation_id="classify",
     summary="Classify texts (vLLM and SGLang shape)",
-    responses={200: {"model": ClassifyAnswer, "headers": ANSWER_HEADERS}},
+    responses={200: {"model": ClassifyAnswer, "headers": RESPONSE_HEADERS}},
 )
 async def classify(
-    body: ClassifyRequest, request: Request, parts: PartsDep, alias: Alias = DEFAULT_ALIAS
+    body: ClassifyRequest, request: Request, context: ContextDep, alias: Alias = DEFAULT_ALIAS
 ) -> Response:
-    student = await active_student(parts, alias)
+    student = await active_student(context, alias)
     if body.model not in (None, alias, student.name, student.version):
         raise ProblemError("not-found", f"The model {body.model!r} does not serve here now.")
-    predictions = await ask(
+    predictions = await predict_texts(
         [body.input] if isinstance(body.input, str) else body.input,
         request=request,
-        parts=parts,
+        context=context,
         alias=alias,
         field="input",
         truncate=body.truncate_prompt_tokens is not None,
@@ -110,9 +110,9 @@ async def classify(
         "created": int(time.time()),
         "model": predictions[0].model,
         "data": [_classified(index, p) for index, p in enumerate(predictions)],
-        "usage": usage_of(predictions),
+        "usage": count_usage(predictions),
     }
-    return answer_with(content, predictions)
+    return prediction_response(content, predictions)
 
 
 def _classified(index: int, prediction: Prediction) -> dict[str, Any]:

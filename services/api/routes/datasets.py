@@ -17,10 +17,10 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
 from services.api.auth.keys import Scope, requires
-from services.api.deps import Cursor, DatasetId, Limit, Parts, PartsDep
-from services.api.errors import ProblemError, invalid
+from services.api.deps import AppContext, ContextDep, Cursor, DatasetId, Limit
 from services.api.limits.body import text_fault
 from services.api.openapi import links, problems
+from services.api.problems import ProblemError, invalid_field
 from services.api.settings import ApiSettings
 from services.shared.datasets.card import DatasetCard
 from services.shared.datasets.confined import ingest_confined
@@ -31,8 +31,8 @@ from services.shared.jobs.views import DatasetView, Page
 
 router = APIRouter(tags=["datasets"], responses=problems(401, 422, 429, 500, 503))
 
-MOST_FIELDS = 16
-MOST_FIELD_BYTES = 64 * 1024
+MAX_FIELDS = 16
+MAX_FIELD_BYTES = 64 * 1024
 _JSON_FIELDS = ("heads", "fractions")
 
 
@@ -83,11 +83,11 @@ _FORM = {
         **problems(400, 403, 413, 507),
     },
 )
-async def create_dataset(request: Request, parts: PartsDep, response: Response) -> DatasetView:
+async def create_dataset(request: Request, context: ContextDep, response: Response) -> DatasetView:
     """Read an upload row by row and store it; every fault is named by its line."""
     try:
-        async with parts.uploads.upload():
-            stored = await _taken(request, parts)
+        async with context.upload_limiter.upload():
+            stored = await _taken(request, context)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -97,9 +97,11 @@ async def create_dataset(request: Request, parts: PartsDep, response: Response) 
 
 
 @router.get("/datasets", operation_id="list_datasets", dependencies=[Depends(requires(None))])
-def list_datasets(parts: PartsDep, cursor: Cursor = None, limit: Limit = 50) -> Page[DatasetView]:
+def list_datasets(
+    context: ContextDep, cursor: Cursor = None, limit: Limit = 50
+) -> Page[DatasetView]:
     """List datasets, the newest first."""
-    return parts.store.list_datasets(cursor=cursor, limit=limit)
+    return context.store.list_datasets(cursor=cursor, limit=limit)
 
 
 @router.get(
@@ -108,22 +110,22 @@ def list_datasets(parts: PartsDep, cursor: Cursor = None, limit: Limit = 50) -> 
     dependencies=[Depends(requires(None))],
     responses=problems(404),
 )
-def get_dataset(dataset_id: DatasetId, parts: PartsDep) -> DatasetView:
+def get_dataset(dataset_id: DatasetId, context: ContextDep) -> DatasetView:
     """Show a dataset: heads and their labels, rows of each split, warnings."""
-    return parts.store.dataset(dataset_id)
+    return context.store.dataset(dataset_id)
 
 
-async def _taken(request: Request, parts: Parts) -> DatasetView:
+async def _taken(request: Request, context: AppContext) -> DatasetView:
     # Parsed here and not by the framework, so that nobody without a key makes us read a file.
     async with request.form(
-        max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES
+        max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
     ) as fields:
         file = fields.get("file")
         if not isinstance(file, UploadFile):
-            raise invalid("file", "Send the dataset as `file` in a multipart form.")
+            raise invalid_field("file", "Send the dataset as `file` in a multipart form.")
         form = _form(fields)
-        async with parts.uploads.validation():
-            return await run_in_threadpool(_store, file, form, parts=parts)
+        async with context.upload_limiter.validation():
+            return await run_in_threadpool(_store, file, form, context=context)
 
 
 def _form(fields: FormData) -> DatasetForm:
@@ -132,9 +134,9 @@ def _form(fields: FormData) -> DatasetForm:
         if field == "file":
             continue
         if not isinstance(value, str):
-            raise invalid(field[:80], "Only `file` may be a file.")
+            raise invalid_field(field[:80], "Only `file` may be a file.")
         if fault := text_fault(field + value):
-            raise invalid(field[:80], f"The field {fault}.")
+            raise invalid_field(field[:80], f"The field {fault}.")
         values[field] = _json(field, value) if field in _JSON_FIELDS else value
     try:
         return DatasetForm.model_validate(values)
@@ -147,20 +149,20 @@ def _json(field: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(field, f"The field is not JSON: {error}") from error
+        raise invalid_field(field, f"The field is not JSON: {error}") from error
 
 
-def _store(file: UploadFile, form: DatasetForm, *, parts: Parts) -> DatasetView:
+def _store(file: UploadFile, form: DatasetForm, *, context: AppContext) -> DatasetView:
     filename = file.filename or ""
     try:
         format = form.format or format_of(filename)
     except ValueError as error:
-        raise invalid("file", str(error)) from error
+        raise invalid_field("file", str(error)) from error
     dataset_id = new_id("ds")
     name = form.name or PurePath(filename).stem[:120] or dataset_id
     if fault := text_fault(name):
-        raise invalid("file", f"The file's name {fault}; give a `name`.")
-    settings = parts.settings
+        raise invalid_field("file", f"The file's name {fault}; give a `name`.")
+    settings = context.settings
     with tempfile.NamedTemporaryFile(dir=settings.uploads_dir, suffix=f".{format}") as copy:
         shutil.copyfileobj(file.file, copy, 1024 * 1024)
         copy.flush()
@@ -168,7 +170,7 @@ def _store(file: UploadFile, form: DatasetForm, *, parts: Parts) -> DatasetView:
             Path(copy.name), format=format, layout=form, id=dataset_id, name=name, settings=settings
         )
     try:
-        return parts.store.add_dataset(card)
+        return context.store.add_dataset(card)
     except BaseException:
         shutil.rmtree(settings.dataset_dir(dataset_id), ignore_errors=True)
         raise

@@ -10,10 +10,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from services.api.auth.keys import limit_strangers, requires
-from services.api.deps import Parts, PartsDep
-from services.api.errors import RETRY_AFTER_SECONDS, ProblemError
+from services.api.auth.keys import limit_by_address, requires
+from services.api.deps import AppContext, ContextDep
 from services.api.openapi import problems
+from services.api.problems import RETRY_AFTER_SECONDS, ProblemError
 from services.shared.jobs.errors import Unavailable
 
 router = APIRouter(tags=["health"], responses=problems(500))
@@ -49,7 +49,7 @@ class ServedModel(BaseModel):
 
 
 class Health(Ready):
-    """Parts and served models."""
+    """AppContext and served models."""
 
     models: dict[str, ServedModel]
 
@@ -63,12 +63,12 @@ async def livez() -> Alive:
 @router.get(
     "/readyz",
     operation_id="readyz",
-    dependencies=[Depends(limit_strangers)],
+    dependencies=[Depends(limit_by_address)],
     responses=problems(429, 503),
 )
-def readyz(parts: PartsDep) -> Ready:
+def readyz(context: ContextDep) -> Ready:
     """Say whether database, broker and data directory answer; 503 names those that do not."""
-    found = _probe(parts)
+    found = _probe(context)
     silent = [name for name, status in found.items() if not status.ok]
     if silent:
         raise ProblemError(
@@ -83,13 +83,13 @@ def readyz(parts: PartsDep) -> Ready:
 @router.get(
     "/health",
     operation_id="health",
-    dependencies=[Depends(limit_strangers)],
+    dependencies=[Depends(limit_by_address)],
     responses=problems(429),
 )
-def health(parts: PartsDep) -> Health:
+def health(context: ContextDep) -> Health:
     """Show parts and served models; always 200, for people and dashboards."""
-    found = _probe(parts)
-    served = {alias: parts.predictor.active(alias) for alias in parts.predictor.aliases()}
+    found = _probe(context)
+    served = {alias: context.predictor.active(alias) for alias in context.predictor.aliases()}
     return Health(
         status="ok" if all(status.ok for status in found.values()) else "degraded",
         parts=found,
@@ -116,14 +116,14 @@ def health(parts: PartsDep) -> Health:
         **problems(401, 429),
     },
 )
-def metrics(parts: PartsDep) -> Response:
+def metrics(context: ContextDep) -> Response:
     """Return what Prometheus scrapes."""
-    return Response(parts.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+    return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _probe(parts: Parts) -> dict[str, PartStatus]:
+def _probe(context: AppContext) -> dict[str, PartStatus]:
     found = {}
-    for name, probe in parts.probes.items():
+    for name, probe in context.probes.items():
         started = time.perf_counter()
         try:
             probe()

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.responses import Response
 
 from services.api.auth.keys import Scope, requires
-from services.api.deps import Cursor, JobId, Limit, Parts, PartsDep
+from services.api.deps import AppContext, ContextDep, Cursor, JobId, Limit
 from services.api.limits.body import screen_json
 from services.api.openapi import links, problems
 from services.shared.jobs.db.job_queries import Planned
@@ -83,7 +83,10 @@ RequestBody = Annotated[JobRequest, Body(examples=[_EXAMPLE, _CHAIN_EXAMPLE])]
 
 @writes.post("/jobs", operation_id="create_job", status_code=202, responses=_ACCEPTED)
 def create_job(
-    body: RequestBody, parts: PartsDep, response: Response, idempotency_key: IdempotencyKey = None
+    body: RequestBody,
+    context: ContextDep,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
 ) -> JobView:
     """Plan a job, refuse it if it cannot fit, store it, and send it to its worker.
 
@@ -91,25 +94,25 @@ def create_job(
     distillation that waits for it.
     """
     if isinstance(body, ChainSpec):
-        teacher, distill = _admit_chain(body, parts)
-        job, created = parts.store.create_chain(
+        teacher, distill = _admit_chain(body, context)
+        job, created = context.store.create_chain(
             body, teacher=teacher, distill=distill, idempotency_key=idempotency_key
         )
     else:
-        admission = parts.admit(body)
-        job, created = parts.store.create_job(
+        admission = context.admit(body)
+        job, created = context.store.create_job(
             body, plan=admission.plan, recipe=admission.recipe, idempotency_key=idempotency_key
         )
-    return _accepted(job, parts=parts, response=response, created=created)
+    return _accepted(job, context=context, response=response, created=created)
 
 
-def _admit_chain(chain: ChainSpec, parts: Parts) -> tuple[Planned, Planned]:
+def _admit_chain(chain: ChainSpec, context: AppContext) -> tuple[Planned, Planned]:
     """Return what is stored with the two jobs. Raises InvalidInput, DoesNotFit naming the part."""
     spec = chain.teacher_spec()
     with blaming("teacher"):
-        teacher = parts.admit(spec)
+        teacher = context.admit(spec)
     with blaming("distill"):
-        distill = parts.admit(chain.distill_spec(), teacher=spec)
+        distill = context.admit(chain.distill_spec(), teacher=spec)
     return Planned(teacher.plan, teacher.recipe), Planned(distill.plan, distill.recipe)
 
 
@@ -154,7 +157,7 @@ class RetryRequest(BaseModel):
 @writes.post("/jobs/{job_id}/retry", operation_id="retry_job", status_code=202, responses=_ACCEPTED)
 def retry_job(
     job_id: JobId,
-    parts: PartsDep,
+    context: ContextDep,
     response: Response,
     body: RetryRequest | None = None,
     idempotency_key: IdempotencyKey = None,
@@ -165,52 +168,52 @@ def retry_job(
     """
     changes = body.model_dump(mode="json", exclude_unset=True) if body else {}
     recipe_changes, training_changes = changes.get("changes") or {}, changes.get("training") or {}
-    former = parts.store.job(job_id)
+    former = context.store.job(job_id)
     spec = changed_spec(
         former.spec,
         recipe=former.recipe,
         recipe_changes=recipe_changes,
         training_changes=training_changes,
     )
-    job, created = parts.store.retry(
+    job, created = context.store.retry(
         job_id,
         recipe_changes=recipe_changes,
         training_changes=training_changes,
-        plan=parts.admit(spec).plan,
+        plan=context.admit(spec).plan,
         idempotency_key=idempotency_key,
     )
-    return _accepted(job, parts=parts, response=response, created=created)
+    return _accepted(job, context=context, response=response, created=created)
 
 
 @writes.post("/jobs/{job_id}/cancel", operation_id="cancel_job", status_code=202)
-def cancel_job(job_id: JobId, parts: PartsDep) -> JobView:
+def cancel_job(job_id: JobId, context: ContextDep) -> JobView:
     """Stop a job: at once while it waits, after a checkpoint while it runs. Twice is harmless."""
-    return parts.store.request_cancel(job_id)
+    return context.store.request_cancel(job_id)
 
 
 @reads.get("/jobs", operation_id="list_jobs")
 def list_jobs(
-    parts: PartsDep,
+    context: ContextDep,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     kind: Annotated[Kind | None, Query(description="Only jobs of this kind.")] = None,
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[JobSummary]:
     """List jobs, the newest first."""
-    return parts.store.list_jobs(state=state, kind=kind, cursor=cursor, limit=limit)
+    return context.store.list_jobs(state=state, kind=kind, cursor=cursor, limit=limit)
 
 
 @reads.get("/jobs/{job_id}", operation_id="get_job")
-def get_job(job_id: JobId, parts: PartsDep) -> JobView:
+def get_job(job_id: JobId, context: ContextDep) -> JobView:
     """Show a job: state, progress, metrics, planned and measured memory, and a failure's diagnosis."""
-    return parts.store.job(job_id)
+    return context.store.job(job_id)
 
 
-def _accepted(job: JobView, *, parts: Parts, response: Response, created: bool) -> JobView:
+def _accepted(job: JobView, *, context: AppContext, response: Response, created: bool) -> JobView:
     response.headers["Location"] = f"/jobs/{job.id}"
     if not created:
         response.headers["Idempotent-Replayed"] = "true"
-    elif job.state is JobState.QUEUED and not parts.send(job.id, job.kind):
+    elif job.state is JobState.QUEUED and not context.send(job.id, job.kind):
         # The row is committed, so the job is accepted: the sweep sends it when the broker is back.
         log.warning("job_not_sent", job_id=job.id)
     return job

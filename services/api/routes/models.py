@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.api.auth.keys import Scope, requires
-from services.api.deps import ALIAS_PATTERN, Cursor, Limit, ModelId, PartsDep, SeqCursor
+from services.api.deps import ALIAS_PATTERN, ContextDep, Cursor, Limit, ModelId, SeqCursor
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.shared.jobs.views import Kind, ModelView, Page, PromotionView
@@ -18,13 +18,13 @@ router = APIRouter(tags=["models"], responses=problems(401, 422, 429, 500, 503))
 
 @router.get("/models", operation_id="list_models", dependencies=[Depends(requires(None))])
 def list_models(
-    parts: PartsDep,
+    context: ContextDep,
     kind: Annotated[Kind | None, Query(description="Only models of this kind of job.")] = None,
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[ModelView]:
     """List models, the newest first."""
-    return parts.store.list_models(kind=kind, cursor=cursor, limit=limit)
+    return context.store.list_models(kind=kind, cursor=cursor, limit=limit)
 
 
 @router.get(
@@ -33,9 +33,9 @@ def list_models(
     dependencies=[Depends(requires(None))],
     responses=problems(404, 409),
 )
-def get_model(model_id: ModelId, parts: PartsDep) -> ModelView:
+def get_model(model_id: ModelId, context: ContextDep) -> ModelView:
     """Show a model, by its id or its job's: heads, metrics, gate, and where it came from."""
-    return parts.store.model(model_id)
+    return context.store.model(model_id)
 
 
 class PromoteRequest(BaseModel):
@@ -58,16 +58,18 @@ class PromoteRequest(BaseModel):
     responses=problems(400, 403, 404, 409, 413),
 )
 def promote_model(
-    model_id: ModelId, parts: PartsDep, body: PromoteRequest | None = None
+    model_id: ModelId, context: ContextDep, body: PromoteRequest | None = None
 ) -> PromotionView:
     """Let an alias serve this model from now on. To roll back, promote the former one."""
     asked = body or PromoteRequest()
-    return parts.store.promote(model_id, alias=asked.alias, force=asked.force, reason=asked.reason)
+    return context.store.promote(
+        model_id, alias=asked.alias, force=asked.force, reason=asked.reason
+    )
 
 
 @router.get("/promotions", operation_id="list_promotions", dependencies=[Depends(requires(None))])
 def list_promotions(
-    parts: PartsDep,
+    context: ContextDep,
     alias: Annotated[
         str | None, Query(pattern=ALIAS_PATTERN, description="Only promotions to this alias.")
     ] = None,
@@ -75,4 +77,4 @@ def list_promotions(
     limit: Limit = 50,
 ) -> Page[PromotionView]:
     """List promotions, the newest first; nothing is ever changed or removed."""
-    return parts.store.promotions(alias=alias, cursor=cursor, limit=limit)
+    return context.store.promotions(alias=alias, cursor=cursor, limit=limit)

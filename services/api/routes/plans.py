@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Depends
 
 from services.api.auth.keys import requires
-from services.api.deps import Parts, PartsDep
+from services.api.deps import AppContext, ContextDep
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.api.routes.jobs import RequestBody
@@ -22,26 +22,26 @@ router = APIRouter(
 
 
 @router.post("/jobs/plan", operation_id="plan_job")
-def plan_job(body: RequestBody, parts: PartsDep) -> dict[str, Any]:
+def plan_job(body: RequestBody, context: ContextDep) -> dict[str, Any]:
     """Plan a job's memory and store nothing. A job that does not fit has a plan too.
 
     A chain has two: `{"teacher": {...}, "distill": {...}}`.
     """
     if not isinstance(body, ChainSpec):
-        return _plan(body, parts)
+        return _plan(body, context)
     teacher = body.teacher_spec()
     with blaming("teacher"):
-        first = _plan(teacher, parts)
+        first = _plan(teacher, context)
     with blaming("distill"):
-        second = _plan(body.distill_spec(), parts, teacher=teacher)
+        second = _plan(body.distill_spec(), context, teacher=teacher)
     return {"teacher": first, "distill": second}
 
 
 def _plan(
-    spec: TeacherSpec | DistillSpec, parts: Parts, *, teacher: TeacherSpec | None = None
+    spec: TeacherSpec | DistillSpec, context: AppContext, *, teacher: TeacherSpec | None = None
 ) -> dict[str, Any]:
     try:
-        admitted = parts.admit(spec, teacher=teacher)
+        admitted = context.admit(spec, teacher=teacher)
     except DoesNotFit as refusal:
         return refusal.plan
     if admitted.plan is None:

@@ -9,17 +9,24 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from services.api.deps import Alias, PartsDep
-from services.api.fast_route import PREDICT_KEY, DirectRoute
+from services.api.deps import Alias, ContextDep
+from services.api.fast_route import PREDICT_SCOPE, FastRoute
 from services.api.openapi import problems
-from services.api.prediction import ANSWER_HEADERS, Usage, answer_with, ask, chosen, usage_of
+from services.api.prediction import (
+    RESPONSE_HEADERS,
+    Usage,
+    count_usage,
+    predict_texts,
+    prediction_response,
+    select_heads,
+)
 from services.api.serving.prediction import Prediction, Score
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 
 router = APIRouter(
     tags=["predict"],
-    route_class=DirectRoute,
-    dependencies=[PREDICT_KEY],
+    route_class=FastRoute,
+    dependencies=[PREDICT_SCOPE],
     responses=problems(400, 401, 403, 404, 413, 422, 429, 500, 503),
 )
 
@@ -104,29 +111,29 @@ PredictAnswer = Ranked | dict[str, Ranked] | list[Ranked] | list[dict[str, Ranke
     responses={
         200: {
             "model": PredictAnswer,
-            "headers": ANSWER_HEADERS,
+            "headers": RESPONSE_HEADERS,
             "description": "One head: labels by score; several: a map by head; a list for a list.",
         }
     },
 )
 async def predict(
-    body: PredictRequest, request: Request, parts: PartsDep, alias: Alias = DEFAULT_ALIAS
+    body: PredictRequest, request: Request, context: ContextDep, alias: Alias = DEFAULT_ALIAS
 ) -> Response:
     texts = _texts(body.inputs)
-    predictions = await ask(
+    predictions = await predict_texts(
         texts,
         request=request,
-        parts=parts,
+        context=context,
         alias=alias,
         field="inputs",
         truncate=body.truncate,
         heads=body.heads,
     )
     if body.detail:
-        return answer_with(_detail(predictions, body), predictions)
+        return prediction_response(_detail(predictions, body), predictions)
     answers = [_by_head(prediction, body) for prediction in predictions]
     plain = [next(iter(a.values())) if len(a) == 1 else a for a in answers]
-    return answer_with(plain[0] if isinstance(body.inputs, str) else plain, predictions)
+    return prediction_response(plain[0] if isinstance(body.inputs, str) else plain, predictions)
 
 
 def _texts(inputs: str | Sequence[str | list[str]]) -> list[str]:
@@ -138,7 +145,7 @@ def _texts(inputs: str | Sequence[str | list[str]]) -> list[str]:
 def _by_head(prediction: Prediction, body: PredictRequest) -> dict[str, list[dict[str, Any]]]:
     return {
         name: [_scored(score, body) for score in prediction.scores[name][: body.top_k]]
-        for name in chosen(prediction.scores, body.heads)
+        for name in select_heads(prediction.scores, body.heads)
     }
 
 
@@ -171,5 +178,5 @@ def _detail(predictions: Sequence[Prediction], body: PredictRequest) -> dict[str
         "model": first.model,
         "version": first.version,
         "data": data,
-        "usage": usage_of(predictions),
+        "usage": count_usage(predictions),
     }

@@ -14,8 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
 from services.api.auth.keys import requires
-from services.api.deps import JobId, Parts, PartsDep
-from services.api.downsampling import RankSeries, Series, rank_memory, thinned
+from services.api.deps import AppContext, ContextDep, JobId
+from services.api.downsampling import RankSeries, Series, downsample, rank_memory
 from services.api.openapi import problems
 from services.shared.files.tail import read_last_lines
 from services.shared.jobs.errors import NotFound, Unavailable
@@ -61,21 +61,21 @@ Points = Annotated[int, Query(ge=2, le=5000, description="Most points of a serie
 )
 async def watch_job(
     job_id: JobId,
-    parts: PartsDep,
+    context: ContextDep,
     request: Request,
     last_event_id: Annotated[
         int, Header(ge=0, le=LAST_SEQ, description="Go on after this event.")
     ] = 0,
 ) -> Any:
     """Stream a job's events: `state`, `phase`, `evaluation` (with ids) and `progress` (without)."""
-    await run_in_threadpool(parts.store.job, job_id)  # an unknown job is a 404, not a stream
+    await run_in_threadpool(context.store.job, job_id)  # an unknown job is a 404, not a stream
     if _wants_json(request):
         return await run_in_threadpool(
-            parts.store.events, job_id, after_seq=last_event_id, limit=MOST_EVENTS
+            context.store.events, job_id, after_seq=last_event_id, limit=MOST_EVENTS
         )
     return EventSourceResponse(
-        _events(job_id, parts=parts, after_seq=last_event_id),
-        ping=parts.settings.event_ping_seconds,
+        _events(job_id, context=context, after_seq=last_event_id),
+        ping=context.settings.event_ping_seconds,
     )
 
 
@@ -84,19 +84,21 @@ def _wants_json(request: Request) -> bool:
     return "application/json" in accepted and "text/event-stream" not in accepted
 
 
-async def _events(job_id: str, *, parts: Parts, after_seq: int) -> AsyncIterator[ServerSentEvent]:
+async def _events(
+    job_id: str, *, context: AppContext, after_seq: int
+) -> AsyncIterator[ServerSentEvent]:
     clock = asyncio.get_running_loop().time
-    ends_at = clock() + (parts.settings.event_stream_seconds or math.inf)
+    ends_at = clock() + (context.settings.event_stream_seconds or math.inf)
     progress = None
     while clock() < ends_at:  # a client reconnects by itself and names the last id it saw
         try:
             # The job first: if it has ended, all its events are there to be read.
-            job = await run_in_threadpool(parts.store.job, job_id)
+            job = await run_in_threadpool(context.store.job, job_id)
             events = await run_in_threadpool(
-                parts.store.events, job_id, after_seq=after_seq, limit=EVENTS_AT_ONCE
+                context.store.events, job_id, after_seq=after_seq, limit=EVENTS_AT_ONCE
             )
         except Unavailable:
-            await asyncio.sleep(parts.settings.event_poll_seconds)
+            await asyncio.sleep(context.settings.event_poll_seconds)
             continue
         for event in events:
             after_seq = event.seq
@@ -108,7 +110,7 @@ async def _events(job_id: str, *, parts: Parts, after_seq: int) -> AsyncIterator
         if job.progress is not None and job.progress != progress:
             progress = job.progress
             yield ServerSentEvent(_progress_json(job), event="progress")
-        await asyncio.sleep(parts.settings.event_poll_seconds)
+        await asyncio.sleep(context.settings.event_poll_seconds)
 
 
 def _progress_json(job: JobView) -> str:
@@ -122,12 +124,12 @@ def _progress_json(job: JobView) -> str:
 )
 def get_job_log(
     job_id: JobId,
-    parts: PartsDep,
+    context: ContextDep,
     attempt: Attempt = None,
     tail_bytes: Annotated[int, Query(ge=1, le=1024 * 1024)] = 64 * 1024,
 ) -> Response:
     """Return the end of what torchrun and the ranks have printed, in whole lines."""
-    run, _ = _run(parts, job_id, attempt)
+    run, _ = _run(context, job_id, attempt)
     return PlainTextResponse(read_last_lines(run.log, max_bytes=tail_bytes) if run else "")
 
 
@@ -143,10 +145,10 @@ class JobMemory(BaseModel):
 
 @router.get("/jobs/{job_id}/memory", operation_id="get_job_memory")
 def get_job_memory(
-    job_id: JobId, parts: PartsDep, attempt: Attempt = None, points: Points = 500
+    job_id: JobId, context: ContextDep, attempt: Attempt = None, points: Points = 500
 ) -> JobMemory:
     """Show each rank's memory over time, and its peak in each phase next to the planned one."""
-    run, job = _run(parts, job_id, attempt)
+    run, job = _run(context, job_id, attempt)
     number = attempt or job.attempt
     plans = {tried.number: tried.plan for tried in job.attempts}
     plan = plans.get(number, job.plan) or {}  # each attempt's own: a remedy changes the plan
@@ -174,10 +176,10 @@ class JobMetrics(BaseModel):
 
 @router.get("/jobs/{job_id}/metrics", operation_id="get_job_metrics")
 def get_job_metrics(
-    job_id: JobId, parts: PartsDep, attempt: Attempt = None, points: Points = 500
+    job_id: JobId, context: ContextDep, attempt: Attempt = None, points: Points = 500
 ) -> JobMetrics:
     """Show loss, learning rate and speed over time, and every evaluation."""
-    run, job = _run(parts, job_id, attempt)
+    run, job = _run(context, job_id, attempt)
     evaluations: list[ProgressRecord] = []
 
     def records() -> Any:
@@ -187,7 +189,7 @@ def get_job_metrics(
             else:
                 yield record
 
-    series = thinned(records(), points=points)
+    series = downsample(records(), points=points)
     return JobMetrics(
         job_id=job_id,
         attempt=attempt or job.attempt,
@@ -197,10 +199,12 @@ def get_job_metrics(
     )
 
 
-def _run(parts: Parts, job_id: str, attempt: int | None) -> tuple[RunDirectory | None, JobView]:
+def _run(
+    context: AppContext, job_id: str, attempt: int | None
+) -> tuple[RunDirectory | None, JobView]:
     """Return the run directory of an attempt, or None before the first."""
-    job = parts.store.job(job_id)
+    job = context.store.job(job_id)
     number = attempt or job.attempt
     if number > job.attempt:
         raise NotFound("attempt", f"{job_id}/{number}")
-    return (RunDirectory(parts.settings.run_dir(job_id, number)) if number else None), job
+    return (RunDirectory(context.settings.run_dir(job_id, number)) if number else None), job

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.api.auth.keys import Keys, KeysFile, Scope, keys_for, read_keys
+from services.api.auth.keys import Keys, KeysFile, Scope, load_keys, read_keys
 from services.api.settings import ApiSettings
 
 
@@ -118,26 +118,26 @@ def settings(tmp_path: Path, **more: Any) -> ApiSettings:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_on_loopback_the_door_may_stand_open(tmp_path: Path, host: str) -> None:
-    assert keys_for(settings(tmp_path, host=host)).is_open
+    assert load_keys(settings(tmp_path, host=host)).is_empty
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.org", ""])
 def test_on_a_network_an_open_door_is_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(ValueError, match="STILLHOUSE_API_KEYS_FILE"):
-        keys_for(settings(tmp_path, host=host))
+        load_keys(settings(tmp_path, host=host))
 
 
 def test_an_empty_file_is_an_open_door(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     file.write_text("{}")
     with pytest.raises(ValueError, match="STILLHOUSE_API_KEYS_FILE"):
-        keys_for(settings(tmp_path, host="0.0.0.0", api_keys_file=file))
+        load_keys(settings(tmp_path, host="0.0.0.0", api_keys_file=file))
 
 
 def test_a_keys_file_holds_hashes_and_scopes(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"ci": entry("secret", "submit", "predict")}))
-    keys = keys_for(settings(tmp_path, host="0.0.0.0", api_keys_file=file))
+    keys = load_keys(settings(tmp_path, host="0.0.0.0", api_keys_file=file))
     found = keys.find("secret")
     assert found is not None
     assert found.scopes == {Scope.SUBMIT, Scope.PREDICT}

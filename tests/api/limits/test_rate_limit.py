@@ -11,7 +11,12 @@ from fastapi.testclient import TestClient
 
 from services.api.app import create_app
 from services.api.auth.keys import Keys, KeysFile
-from services.api.limits.rate_limit import Meter, Rates, address_of, rates_of
+from services.api.limits.rate_limit import (
+    RateLimiter,
+    RateLimiters,
+    client_address,
+    create_rate_limiters,
+)
 from services.api.settings import ApiSettings
 
 
@@ -29,38 +34,38 @@ def clock() -> Clock:
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate(clock: Clock) -> None:
-    meter = Meter(per_second=2, burst=3, clock=clock)
-    assert [meter.take("a") for _ in range(4)] == [0, 0, 0, 0.5]
+    meter = RateLimiter(per_second=2, burst=3, clock=clock)
+    assert [meter.try_acquire("a") for _ in range(4)] == [0, 0, 0, 0.5]
     clock.now += 0.5
-    assert [meter.take("a") for _ in range(2)] == [0, 0.5]
+    assert [meter.try_acquire("a") for _ in range(2)] == [0, 0.5]
     clock.now += 60  # full again, and no fuller
-    assert [meter.take("a") for _ in range(4)] == [0, 0, 0, 0.5]
+    assert [meter.try_acquire("a") for _ in range(4)] == [0, 0, 0, 0.5]
 
 
 def test_refused_requests_cost_nothing(clock: Clock) -> None:
-    meter = Meter(per_second=1, burst=1, clock=clock)
-    assert meter.take("a") == 0
-    assert {meter.take("a") for _ in range(100)} == {1.0}
+    meter = RateLimiter(per_second=1, burst=1, clock=clock)
+    assert meter.try_acquire("a") == 0
+    assert {meter.try_acquire("a") for _ in range(100)} == {1.0}
     clock.now += 1
-    assert meter.take("a") == 0
+    assert meter.try_acquire("a") == 0
 
 
 def test_every_caller_has_a_bucket_of_its_own(clock: Clock) -> None:
-    meter = Meter(per_second=1, burst=1, clock=clock)
-    assert (meter.take("a"), meter.take("b"), meter.take("a")) == (0, 0, 1)
+    meter = RateLimiter(per_second=1, burst=1, clock=clock)
+    assert (meter.try_acquire("a"), meter.try_acquire("b"), meter.try_acquire("a")) == (0, 0, 1)
 
 
 def test_a_rate_of_nothing_is_no_limit(clock: Clock) -> None:
-    meter = Meter(per_second=0, burst=0, clock=clock)
-    assert {meter.take("a") for _ in range(1000)} == {0.0}
+    meter = RateLimiter(per_second=0, burst=0, clock=clock)
+    assert {meter.try_acquire("a") for _ in range(1000)} == {0.0}
 
 
 def test_strangers_do_not_fill_the_memory(clock: Clock) -> None:
-    meter = Meter(per_second=1, burst=1, clock=clock, most_callers=10)
+    meter = RateLimiter(per_second=1, burst=1, clock=clock, max_callers=10)
     for number in range(1000):
-        meter.take(str(number))
+        meter.try_acquire(str(number))
         assert len(meter._full_at) <= 10
-    assert meter.take("999") > 0  # the last one is still known
+    assert meter.try_acquire("999") > 0  # the last one is still known
 
 
 @pytest.mark.parametrize(
@@ -78,19 +83,19 @@ def test_an_address_is_one_subscriber(one: str, other: str, same: bool) -> None:
     def request(host: str) -> Any:
         return SimpleNamespace(client=SimpleNamespace(host=host))
 
-    assert (address_of(request(one)) == address_of(request(other))) is same
+    assert (client_address(request(one)) == client_address(request(other))) is same
 
 
 def test_a_request_without_an_address_has_a_caller() -> None:
-    assert address_of(SimpleNamespace(client=None)) == ""  # type: ignore[arg-type]
+    assert client_address(SimpleNamespace(client=None)) == ""  # type: ignore[arg-type]
 
 
 def test_the_settings_are_the_limits(offline: Any) -> None:
     limits = {"predict_per_second": 7, "requests_per_second": 2, "rate_burst_seconds": 3}
     settings = ApiSettings(**{**offline.settings.model_dump(), **limits})
-    rates = rates_of(settings)
+    rates = create_rate_limiters(settings)
     for meter, burst in ((rates.predict, 21), (rates.other, 6), (rates.wrong_keys, 60)):
-        assert [meter.take("a") > 0 for _ in range(burst + 1)] == [False] * burst + [True]
+        assert [meter.try_acquire("a") > 0 for _ in range(burst + 1)] == [False] * burst + [True]
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -105,12 +110,12 @@ def client(offline: Any, clock: Clock) -> TestClient:
         for name, scopes in (("first", ["admin"]), ("second", ["admin"]), ("reader", []))
     }
     offline.keys = Keys(KeysFile.validate_python(entries))
-    offline.rates = Rates(
-        predict=Meter(per_second=1, burst=3, clock=clock),
-        other=Meter(per_second=0.1, burst=3, clock=clock),
-        wrong_keys=Meter(per_second=1, burst=3, clock=clock),
+    offline.rate_limiters = RateLimiters(
+        predict=RateLimiter(per_second=1, burst=3, clock=clock),
+        other=RateLimiter(per_second=0.1, burst=3, clock=clock),
+        wrong_keys=RateLimiter(per_second=1, burst=3, clock=clock),
     )
-    return TestClient(create_app(offline.parts()), base_url="http://10.0.0.1")
+    return TestClient(create_app(offline.context()), base_url="http://10.0.0.1")
 
 
 def assert_limited(response: Any, *, seconds: int) -> None:
