@@ -20,16 +20,15 @@ from services.api.serving.errors import NoStudent, PredictionError, TextTooLong
 from services.api.serving.prediction import Prediction, Score, Timing
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
-from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.datasets.card import Head
 from services.shared.jobs.db.connection import create_engine
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import DoesNotFit
-from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.run_directory import Report
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
+from tests.factories import DOMAIN, SENTIMENT, dataset_card, succeeded, write_artifact
 
 NOWHERE = "postgresql+psycopg://nobody@127.0.0.1:1/nothing?connect_timeout=1"
 
@@ -197,10 +196,6 @@ def platform(database_url: str, tmp_path: Path) -> Iterator[Platform]:
     engine.dispose()
 
 
-SENTIMENT = Head(name="sentiment", labels=["negative", "positive"])
-DOMAIN = Head(name="domain", labels=["book", "computer", "hotel", "other"])
-
-
 @pytest.fixture
 def one_head() -> FakeStudent:
     return FakeStudent("reviews", "mdl_1_1", [SENTIMENT])
@@ -218,16 +213,7 @@ class Desk:
         self.platform = platform
         self.store = platform.store
         self.client = platform.client()
-        card = DatasetCard(
-            id=new_id("ds"),
-            name="reviews",
-            heads=[SENTIMENT],
-            rows={Split.TRAIN: 8, Split.VALIDATION: 1, Split.TEST: 1},
-            label_counts={"sentiment": {"negative": 5, "positive": 5}},
-            missing_labels={"sentiment": 0},
-            sha256="0" * 64,
-        )
-        self.dataset_id = self.store.add_dataset(card).id
+        self.dataset_id = self.store.add_dataset(dataset_card()).id
 
     def spec(self, **fields: Any) -> dict[str, Any]:
         model = {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True}}
@@ -258,17 +244,8 @@ class Desk:
         self.end(claim, outcome)
 
     def succeed(self, claim: Claim, evaluation: dict[str, Any] | None = None) -> str:
-        artifact = self.platform.settings.model_dir(claim.model_id)
-        artifact.mkdir(parents=True)
-        (artifact / "manifest.json").write_text("{}")
-        report = Report(
-            outcome="succeeded",
-            heads=[SENTIMENT.model_dump(mode="json")],
-            parameters=10,
-            size_bytes=40,
-            evaluation=evaluation or {"heads": {"sentiment": {"macro_f1": 0.9}}},
-        )
-        self.end(claim, Outcome(end=End.SUCCEEDED, report=report))
+        write_artifact(self.platform.settings, claim.model_id)
+        self.end(claim, succeeded(evaluation))
         return claim.model_id
 
 

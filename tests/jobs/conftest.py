@@ -13,18 +13,16 @@ import pytest
 from psycopg import sql
 
 from services.cli.embedded.servers import Server
-from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.datasets.card import Head
 from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.db.tables import Table
-from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.run_directory import Report
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import Claim, JobView
+from tests.factories import SENTIMENT, dataset_card, failed, succeeded, write_artifact
 
-SENTIMENT = Head(name="sentiment", labels=["negative", "positive"])
 BACKBONE = {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True, "vocab_size": 300}}
 
 
@@ -38,15 +36,7 @@ class House:
 
     def add_dataset(self, heads: tuple[Head, ...] = (SENTIMENT,)) -> str:
         """Register a dataset and make its directory."""
-        card = DatasetCard(
-            id=new_id("ds"),
-            name="reviews",
-            heads=list(heads),
-            rows={Split.TRAIN: 8, Split.VALIDATION: 1, Split.TEST: 1},
-            label_counts={head.name: dict.fromkeys(head.labels, 5) for head in heads},
-            missing_labels={head.name: 0 for head in heads},
-            sha256="0" * 64,
-        )
+        card = dataset_card(heads)
         self.settings.dataset_dir(card.id).mkdir(parents=True)
         return self.store.add_dataset(card).id
 
@@ -84,17 +74,8 @@ class House:
 
     def succeed(self, claim: Claim, evaluation: dict[str, Any] | None = None) -> str:
         """Finish a job well; return the id of its model, whose artifact lies in its place."""
-        artifact = self.settings.model_dir(claim.model_id)
-        artifact.mkdir(parents=True)
-        (artifact / "manifest.json").write_text("{}")
-        report = Report(
-            outcome="succeeded",
-            heads=[SENTIMENT.model_dump(mode="json")],
-            parameters=10,
-            size_bytes=40,
-            evaluation=evaluation or {"heads": {"sentiment": {"macro_f1": 0.9}}},
-        )
-        finished = self.store.finish(claim, Outcome(end=End.SUCCEEDED, report=report))
+        write_artifact(self.settings, claim.model_id)
+        finished = self.store.finish(claim, succeeded(evaluation))
         assert finished.applied
         return claim.model_id
 
@@ -116,11 +97,6 @@ class House:
         if state is JobState.SUCCEEDED:
             self.succeed(claim)
         return claim.job_id
-
-
-def failed(reason: Reason = Reason.CRASHED) -> Outcome:
-    """The end of an attempt whose rank 0 crashed."""
-    return Outcome(end=End.FAILED, reason=reason, message="Rank 0 crashed.", exit_code=1)
 
 
 @pytest.fixture(scope="session")
