@@ -29,7 +29,7 @@ from typing import Any
 from services.cli.demo_data import HEADS, write_reviews
 from services.shared.datasets.card import Split
 from services.shared.datasets.ingest import ingest
-from services.shared.datasets.split import split_of, text_key
+from services.shared.datasets.split import assign_split, text_key
 from services.shared.datasets.upload import Format, HeadColumn, Layout, SplitFractions
 from services.shared.jobs.run_directory import (
     Report,
@@ -108,7 +108,7 @@ def write_datasets(directory: Path, *, labelled: int) -> dict[str, Any]:
     rows = [json.loads(line) for line in reviews.read_text("utf-8").splitlines()]
     # By the hash of the text, so that the choice depends on nothing else.
     rows.sort(key=lambda row: text_key(row["text"])[8:])
-    is_train = [split_of(text_key(row["text"]), FRACTIONS) is Split.TRAIN for row in rows]
+    is_train = [assign_split(text_key(row["text"]), FRACTIONS) is Split.TRAIN for row in rows]
     train = [row for row, chosen in zip(rows, is_train, strict=True) if chosen]
     held_out = [row for row, chosen in zip(rows, is_train, strict=True) if not chosen]
     layout = Layout(heads=[HeadColumn(name=head["name"]) for head in HEADS], fractions=FRACTIONS)

@@ -1,4 +1,4 @@
-"""Uploads of a few rows, and the way they take into the store."""
+"""An ingestion harness and builders of small uploads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from services.shared.datasets.card import DatasetCard, Split
 from services.shared.datasets.ingest import ingest
 from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layout
 
+JsonLines = Callable[..., bytes]
 
-class Desk:
-    """Takes uploads in."""
+
+class Ingestor:
+    """Ingests uploads into a directory of its own, always as the dataset `ds_1`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.datasets_dir = directory / "datasets"
         self.layout = Layout.model_validate({"heads": [{"name": "mood"}]})
 
-    def take(
+    def ingest(
         self, content: bytes | Path, *, format: Format = Format.JSONL, layout: Layout | None = None
     ) -> DatasetCard:
-        """Ingest bytes (or a file) as the dataset `ds_1`."""
+        """Ingest bytes or a file."""
         path = content if isinstance(content, Path) else self.directory / "upload"
         if isinstance(content, bytes):
             path.write_bytes(content)
@@ -42,11 +44,11 @@ class Desk:
     def faults(
         self, content: bytes | Path, *, format: Format = Format.JSONL, layout: Layout | None = None
     ) -> list[Fault]:
-        """Return why an upload is refused, having seen that nothing of it is kept."""
-        with pytest.raises(DatasetRejected) as refused:
-            self.take(content, format=format, layout=layout)
+        """Return the faults of an upload, having checked that nothing of it is kept."""
+        with pytest.raises(DatasetRejected) as rejected:
+            self.ingest(content, format=format, layout=layout)
         assert not self.datasets_dir.exists()
-        return refused.value.faults
+        return rejected.value.faults
 
     def stored(self, split: Split) -> list[dict[str, Any]]:
         """Return the rows of a stored split."""
@@ -62,17 +64,17 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(tmp_path)
+def ingestor(tmp_path: Path) -> Ingestor:
+    return Ingestor(tmp_path)
 
 
 @pytest.fixture
-def jsonl() -> Callable[..., bytes]:
-    """Rows as JSON lines, after forty sound ones of two moods so that every split has some."""
+def jsonl() -> JsonLines:
+    """Write rows as JSON lines, after `valid` rows with two moods, so that no split is empty."""
 
-    def write(*rows: Any, sound: int = 40) -> bytes:
+    def write(*rows: Any, valid: int = 40) -> bytes:
         moods = ("glad", "sad")
-        lines = [json.dumps({"text": f"text {n}", "mood": moods[n % 2]}) for n in range(sound)]
+        lines = [json.dumps({"text": f"text {n}", "mood": moods[n % 2]}) for n in range(valid)]
         lines += [row if isinstance(row, str) else json.dumps(row) for row in rows]
         return "".join(line + "\n" for line in lines).encode()
 

@@ -1,25 +1,26 @@
-"""Uploads that are sound, in every format, and what is stored of them."""
+"""Valid uploads in every format, and the dataset that is stored."""
 
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import json
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from services.shared.datasets import ingest as ingest_module
 from services.shared.datasets.card import Head, HeadType, Split
 from services.shared.datasets.ingest import read_card
-from services.shared.datasets.upload import Format, Layout, format_of
+from services.shared.datasets.upload import Format, Layout, format_from_filename
 
 if TYPE_CHECKING:
-    from tests.datasets.conftest import Desk
+    from tests.datasets.conftest import Ingestor, JsonLines
 
 TWO_HEADS = Layout.model_validate(
     {
@@ -30,7 +31,7 @@ TWO_HEADS = Layout.model_validate(
         ],
     }
 )
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {
         "review": f'第{n}篇 review, "quoted"\nand long',
         "feeling": ("glad", "sad", None)[n % 3],
@@ -77,14 +78,14 @@ def _as_parquet() -> bytes:
     ],
 )
 def test_every_format_stores_the_same_rows(
-    desk: Desk, write: Callable[[], bytes], format: Format
+    ingestor: Ingestor, write: Callable[[], bytes], format: Format
 ) -> None:
-    card = desk.take(write(), format=format, layout=TWO_HEADS)
+    card = ingestor.ingest(write(), format=format, layout=TWO_HEADS)
     assert card.heads == [
         Head(name="mood", labels=["glad", "sad"]),
         Head(name="topics", type=HeadType.MULTI_LABEL, labels=["food", "price"]),
     ]
-    stored = desk.all_stored()
+    stored = ingestor.all_stored()
     assert [(row["text"], row["mood"], row["topics"]) for row in stored] == [
         (
             row["review"],
@@ -101,31 +102,31 @@ def test_every_format_stores_the_same_rows(
     assert sum(card.rows.values()) == 60
 
 
-def test_the_card_is_stored_beside_the_splits(desk: Desk, jsonl: Callable[..., bytes]) -> None:
-    card = desk.take(jsonl())
-    assert read_card(desk.datasets_dir / "ds_1") == card
+def test_the_card_is_stored_with_the_splits(ingestor: Ingestor, jsonl: JsonLines) -> None:
+    card = ingestor.ingest(jsonl())
+    assert read_card(ingestor.datasets_dir / "ds_1") == card
     assert card.sha256 == hashlib.sha256(jsonl()).hexdigest()
-    assert {split: len(desk.stored(split)) for split in Split} == card.rows
-    assert [path.name for path in desk.datasets_dir.iterdir()] == ["ds_1"]
+    assert {split: len(ingestor.stored(split)) for split in Split} == card.rows
+    assert [path.name for path in ingestor.datasets_dir.iterdir()] == ["ds_1"]
 
 
-def test_lines_are_those_of_the_upload(desk: Desk) -> None:
+def test_line_numbers_refer_to_the_upload(ingestor: Ingestor) -> None:
     rows = 'text,mood\n"two\nlines",glad\n\nthree,sad\n' + "".join(
         f"more {n},{('glad', 'sad')[n % 2]}\n" for n in range(40)
     )
-    desk.take(rows.encode(), format=Format.CSV)
-    lines = {row["text"]: row["line"] for row in desk.all_stored()}
+    ingestor.ingest(rows.encode(), format=Format.CSV)
+    lines = {row["text"]: row["line"] for row in ingestor.all_stored()}
     assert (lines["two\nlines"], lines["three"], lines["more 0"]) == (2, 5, 6)
 
 
-def test_labels_may_stand_in_a_map(desk: Desk, jsonl: Callable[..., bytes]) -> None:
+def test_labels_are_read_from_a_map(ingestor: Ingestor, jsonl: JsonLines) -> None:
     rows = [{"text": f"m {n}", "labels": {"mood": ("glad", "sad")[n % 2]}} for n in range(40)]
-    card = desk.take(jsonl(*rows, sound=0))
+    card = ingestor.ingest(jsonl(*rows, valid=0))
     assert card.label_counts == {"mood": {"glad": 20, "sad": 20}}
 
 
 @pytest.mark.parametrize("kind", ["struct", "map"])
-def test_labels_may_stand_in_a_map_of_parquet(desk: Desk, kind: str) -> None:
+def test_labels_are_read_from_a_parquet_map_or_struct(ingestor: Ingestor, kind: str) -> None:
     moods = [("glad", "sad")[n % 2] for n in range(40)]
     types = {
         "struct": pa.struct([("mood", pa.string())]),
@@ -140,84 +141,88 @@ def test_labels_may_stand_in_a_map_of_parquet(desk: Desk, kind: str) -> None:
     )
     file = io.BytesIO()
     pq.write_table(table, file)
-    assert desk.take(file.getvalue(), format=Format.PARQUET).missing_labels == {"mood": 0}
+    assert ingestor.ingest(file.getvalue(), format=Format.PARQUET).missing_labels == {"mood": 0}
 
 
-def test_labels_may_stand_in_a_map_of_csv(desk: Desk) -> None:
+def test_labels_are_read_from_a_json_map_in_csv(ingestor: Ingestor) -> None:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(["text", "labels"])
     for n in range(40):
         writer.writerow([f"m {n}", json.dumps({"mood": ("glad", "sad")[n % 2]})])
-    assert desk.take(text.getvalue().encode(), format=Format.CSV).missing_labels == {"mood": 0}
+    assert ingestor.ingest(text.getvalue().encode(), format=Format.CSV).missing_labels == {
+        "mood": 0
+    }
 
 
-def test_whole_numbers_are_labels_and_white_space_around_labels_is_not(desk: Desk) -> None:
+def test_integer_labels_are_accepted_and_white_space_around_labels_is_stripped(
+    ingestor: Ingestor,
+) -> None:
     rows = [{"text": f"n {n}", "mood": (0, " 1 ", "1", 0)[n % 4]} for n in range(40)]
-    card = desk.take("\n".join(json.dumps(row) for row in rows).encode())
+    card = ingestor.ingest("\n".join(json.dumps(row) for row in rows).encode())
     assert card.heads[0].labels == ["0", "1"]
 
 
-def test_unlabelled_text_has_no_heads(desk: Desk) -> None:
+def test_unlabelled_text_has_no_heads(ingestor: Ingestor) -> None:
     rows = "".join(json.dumps({"text": f"u {n}", "mood": 1.5}) + "\n" for n in range(5))
-    card = desk.take(rows.encode(), layout=Layout())
+    card = ingestor.ingest(rows.encode(), layout=Layout())
     assert (card.heads, card.label_counts, card.missing_labels) == ([], {}, {})
     assert sum(card.rows.values()) == 5
 
 
-def test_a_repeated_row_is_kept_once_and_told(desk: Desk, jsonl: Callable[..., bytes]) -> None:
-    card = desk.take(
+def test_a_duplicate_row_is_dropped_with_a_warning(ingestor: Ingestor, jsonl: JsonLines) -> None:
+    card = ingestor.ingest(
         jsonl({"text": " text 0\n", "mood": "glad"}, {"text": "text 1", "mood": "sad"})
     )
     assert sum(card.rows.values()) == 40
-    assert card.warnings == ["2 rows repeat an earlier row and were left out: lines 41, 42"]
-    assert [row["line"] for row in desk.all_stored()] == list(range(1, 41))
+    assert card.warnings == ["2 rows duplicate an earlier row and were dropped: lines 41, 42"]
+    assert [row["line"] for row in ingestor.all_stored()] == list(range(1, 41))
 
 
-def test_contradicting_labels_are_kept_and_told(desk: Desk, jsonl: Callable[..., bytes]) -> None:
-    card = desk.take(jsonl({"text": "text 0", "mood": "sad"}, {"text": "text 0"}))
+def test_contradicting_labels_are_kept_with_a_warning(ingestor: Ingestor, jsonl: JsonLines) -> None:
+    card = ingestor.ingest(jsonl({"text": "text 0", "mood": "sad"}, {"text": "text 0"}))
     assert sum(card.rows.values()) == 42
     assert card.warnings == [
-        "1 labels contradict those of the same text before: lines 1 and 41 (mood)"
+        "1 labels contradict those of an earlier row with the same text: lines 1 and 41 (mood)"
     ]
 
 
-def test_the_same_text_never_stands_on_two_sides(desk: Desk) -> None:
+def test_no_text_occurs_in_two_splits(ingestor: Ingestor) -> None:
     forms = ("cafe\u0301 {}", " caf\u00e9 {}", "caf\u00e9 {}\n")
     rows = [
         {"text": forms[n % 3].format(n // 3), "mood": ("glad", "sad", None)[n % 3]}
         for n in range(120)
     ]
-    desk.take("\n".join(json.dumps(row) for row in rows).encode())
-    sides: dict[str, set[Split]] = {}
+    ingestor.ingest("\n".join(json.dumps(row) for row in rows).encode())
+    splits: dict[str, set[Split]] = {}
     for split in Split:
-        for row in desk.stored(split):
-            sides.setdefault(row["text"].split()[1], set()).add(split)
-    assert len(sides) == 40
-    assert all(len(side) == 1 for side in sides.values())
+        for row in ingestor.stored(split):
+            splits.setdefault(row["text"].split()[1], set()).add(split)
+    assert len(splits) == 40
+    assert all(len(found) == 1 for found in splits.values())
 
 
-def test_a_failure_while_writing_leaves_nothing(
-    desk: Desk, jsonl: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch
+def test_a_failure_while_writing_leaves_no_files(
+    ingestor: Ingestor, jsonl: JsonLines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: object) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(ingest_module, "sync", full)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        desk.take(jsonl())
-    assert list(desk.datasets_dir.iterdir()) == []
+        ingestor.ingest(jsonl())
+    assert list(ingestor.datasets_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("name", "format"),
     [("a.JSONL", Format.JSONL), ("b.c.csv", Format.CSV), ("x/y.parquet", Format.PARQUET)],
 )
-def test_a_name_tells_the_format(name: str, format: Format) -> None:
-    assert format_of(name) is format
+def test_the_suffix_determines_the_format(name: str, format: Format) -> None:
+    assert format_from_filename(name) is format
 
 
 @pytest.mark.parametrize("name", ["", "reviews", "reviews.txt", ".csv", "a.csv.gz"])
-def test_a_name_that_tells_no_format_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="say which format"):
-        format_of(name)
+def test_a_name_with_an_unknown_suffix_is_rejected(name: str) -> None:
+    with pytest.raises(ValueError, match="specify the format"):
+        format_from_filename(name)

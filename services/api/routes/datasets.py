@@ -23,9 +23,9 @@ from services.api.openapi import links, problems
 from services.api.problems import ProblemError, invalid_field
 from services.api.settings import ApiSettings
 from services.shared.datasets.card import DatasetCard
-from services.shared.datasets.confined import ingest_confined
 from services.shared.datasets.ingest import ingest
-from services.shared.datasets.upload import Format, Layout, format_of
+from services.shared.datasets.sandbox import ingest_in_sandbox
+from services.shared.datasets.upload import Format, Layout, format_from_filename
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.views import DatasetView, Page
 
@@ -155,7 +155,7 @@ def _json(field: str, text: str) -> Any:
 def _store(file: UploadFile, form: DatasetForm, *, context: AppContext) -> DatasetView:
     filename = file.filename or ""
     try:
-        format = form.format or format_of(filename)
+        format = form.format or format_from_filename(filename)
     except ValueError as error:
         raise invalid_field("file", str(error)) from error
     dataset_id = new_id("ds")
@@ -184,7 +184,7 @@ def _ingest(
         return ingest(
             upload, format=format, layout=layout, id=id, name=name, datasets_dir=directory
         )
-    return ingest_confined(
+    return ingest_in_sandbox(
         upload,
         format=format,
         layout=layout,

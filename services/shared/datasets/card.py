@@ -1,4 +1,4 @@
-"""What a stored dataset is: `dataset.json` beside one Parquet file a split.
+"""The card of a stored dataset: `dataset.json` next to one Parquet file per split.
 
 <datasets>/<id>/dataset.json        DatasetCard
 <datasets>/<id>/{train,validation,test}.parquet
@@ -16,9 +16,11 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.shared.datasets.head_names import HEAD_NAME_PATTERN
+
 
 class HeadType(str, Enum):
-    """How many labels a text may have."""
+    """How many labels a text may have for a head."""
 
     SINGLE_LABEL = "single_label"
     MULTI_LABEL = "multi_label"
@@ -27,7 +29,7 @@ class HeadType(str, Enum):
 
 
 class Split(str, Enum):
-    """A part of a dataset; the same text never stands in two."""
+    """A part of a dataset; no text occurs in more than one."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -36,17 +38,14 @@ class Split(str, Enum):
     __str__ = str.__str__
 
 
-HEAD_NAME = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
-
-
 class Head(BaseModel):
-    """One question asked of each text."""
+    """A classification head: one set of labels."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(pattern=HEAD_NAME)]
+    name: Annotated[str, Field(pattern=HEAD_NAME_PATTERN)]
     type: HeadType = HeadType.SINGLE_LABEL
-    labels: list[str]  # sorted; the index is the class number everywhere
+    labels: list[str]  # sorted; the index of a label is its class index everywhere
 
 
 class DatasetCard(BaseModel):
@@ -58,7 +57,7 @@ class DatasetCard(BaseModel):
     name: str
     heads: list[Head]  # empty for unlabelled text
     rows: dict[Split, int]
-    label_counts: dict[str, dict[str, int]]  # head -> label -> texts over all splits
-    missing_labels: dict[str, int]  # head -> texts without a label
+    label_counts: dict[str, dict[str, int]]  # head -> label -> number of texts in all splits
+    missing_labels: dict[str, int]  # head -> number of texts without a label
     warnings: list[str] = []
     sha256: str  # of the upload

@@ -1,4 +1,4 @@
-"""From an upload to a stored dataset: read twice, written aside, renamed into place."""
+"""Ingests an upload: validates it in a first pass, and stores it atomically in a second."""
 
 from __future__ import annotations
 
@@ -12,64 +12,63 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
-from services.shared.datasets.labels import Labels, Row, parse_row
 from services.shared.datasets.reader import Record, read_records
-from services.shared.datasets.split import split_of, text_key
-from services.shared.datasets.survey import survey
+from services.shared.datasets.row_parser import Labels, Row, parse_row
+from services.shared.datasets.split import assign_split, text_key
 from services.shared.datasets.upload import Fault, Format, Layout
+from services.shared.datasets.validator import validate
 from services.shared.files.atomic_write import partial_path, sync
 from services.shared.files.hashing import file_sha256
 
-CARD = "dataset.json"
+CARD_FILE = "dataset.json"
 _ROWS_PER_GROUP = 8192
-_COPY_BYTES = 2**20
 
 
 def ingest(
     upload: Path, *, format: Format, layout: Layout, id: str, name: str, datasets_dir: Path
 ) -> DatasetCard:
-    """Validate an upload and store it as `datasets_dir`/`id`; return its card.
+    """Validate an upload, store it as `datasets_dir`/`id` and return its card.
 
-    The whole dataset appears at once or not at all. Raises DatasetRejected with the faults of the
-    upload, OSError of the disk.
+    The dataset appears completely or not at all. Raises DatasetRejected with the faults of the
+    upload, and OSError from the disk.
     """
     columns = layout.columns()
-    found = survey(read_records(upload, format=format, columns=columns), layout)
+    summary = validate(read_records(upload, format=format, columns=columns), layout)
     card = DatasetCard(
         id=id,
         name=name,
-        heads=found.heads,
-        rows=found.rows,
-        label_counts=found.label_counts,
-        missing_labels=found.missing_labels,
-        warnings=found.warnings,
+        heads=summary.heads,
+        rows=summary.rows,
+        label_counts=summary.label_counts,
+        missing_labels=summary.missing_labels,
+        warnings=summary.warnings,
         sha256=file_sha256(upload),
     )
-    aside = partial_path(datasets_dir / id)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    staging = partial_path(datasets_dir / id)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
     try:
         _write_splits(
             read_records(upload, format=format, columns=columns),
-            aside,
+            staging,
             layout=layout,
-            heads=found.heads,
-            dropped_lines=found.dropped_lines,
+            heads=summary.heads,
+            duplicate_lines=summary.duplicate_lines,
         )
-        (aside / CARD).write_text(card.model_dump_json(indent=2), encoding="utf-8")
-        for path in [*aside.iterdir(), aside]:
+        (staging / CARD_FILE).write_text(card.model_dump_json(indent=2), encoding="utf-8")
+        for path in [*staging.iterdir(), staging]:
             sync(path)
-        aside.rename(datasets_dir / id)
+        staging.rename(datasets_dir / id)
         sync(datasets_dir)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
     return card
 
 
 def read_card(dataset_dir: Path) -> DatasetCard:
-    """Return the card of a stored dataset; raises OSError, pydantic's ValidationError."""
-    return DatasetCard.model_validate_json((dataset_dir / CARD).read_bytes())
+    """Return the card of a stored dataset; raises OSError and pydantic's ValidationError."""
+    return DatasetCard.model_validate_json((dataset_dir / CARD_FILE).read_bytes())
 
 
 def _write_splits(
@@ -78,23 +77,23 @@ def _write_splits(
     *,
     layout: Layout,
     heads: list[Head],
-    dropped_lines: set[int],
+    duplicate_lines: set[int],
 ) -> None:
-    indices = [{label: index for index, label in enumerate(head.labels)} for head in heads]
+    class_indices = [{label: index for index, label in enumerate(head.labels)} for head in heads]
     writers = {split: _SplitWriter(directory / f"{split}.parquet", heads) for split in Split}
     with writers[Split.TRAIN], writers[Split.VALIDATION], writers[Split.TEST]:
         for record in records:
-            assert isinstance(record, Record), "the survey has refused uploads with faults"
-            if record.line in dropped_lines:
+            assert isinstance(record, Record), "validation has rejected uploads with faults"
+            if record.line in duplicate_lines:
                 continue
             row = parse_row(record, layout)
             assert isinstance(row, Row)
-            split = split_of(text_key(row.text), layout.fractions)
-            writers[split].add(row, indices)
+            split = assign_split(text_key(row.text), layout.fractions)
+            writers[split].add(row, class_indices)
 
 
 class _SplitWriter:
-    """Writes the rows of one split in groups; a split without rows is a file without rows."""
+    """Writes the rows of one split in row groups; a split without rows becomes an empty file."""
 
     def __init__(self, path: Path, heads: list[Head]) -> None:
         columns = [("text", pa.string()), ("line", pa.int64())]
@@ -117,11 +116,11 @@ class _SplitWriter:
             self._flush()
         self._writer.close()
 
-    def add(self, row: Row, indices: list[dict[str, int]]) -> None:
-        """Append a row; `indices` gives the class numbers of each head."""
+    def add(self, row: Row, class_indices: list[dict[str, int]]) -> None:
+        """Append a row; `class_indices` maps the labels of each head to their indices."""
         labels = [
-            _class_numbers(head, value, index)
-            for head, value, index in zip(self._heads, row.labels, indices, strict=True)
+            _encode_labels(head, value, indices)
+            for head, value, indices in zip(self._heads, row.labels, class_indices, strict=True)
         ]
         for column, value in zip(self._columns, [row.text, row.line, *labels], strict=True):
             column.append(value)
@@ -144,10 +143,10 @@ def _column_type(head: Head) -> pa.DataType:
     return pa.int32() if head.type is HeadType.SINGLE_LABEL else pa.list_(pa.int32())
 
 
-def _class_numbers(
-    head: Head, labels: Labels | None, index: dict[str, int]
+def _encode_labels(
+    head: Head, labels: Labels | None, class_indices: dict[str, int]
 ) -> int | list[int] | None:
     if labels is None:
         return None
-    numbers = sorted(index[label] for label in labels)
-    return numbers[0] if head.type is HeadType.SINGLE_LABEL else numbers
+    indices = sorted(class_indices[label] for label in labels)
+    return indices[0] if head.type is HeadType.SINGLE_LABEL else indices

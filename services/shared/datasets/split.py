@@ -1,4 +1,4 @@
-"""Which texts are for training, validation and test: decided by the text alone."""
+"""Assigns texts to the training, validation and test splits by a hash of the text alone."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import unicodedata
 from services.shared.datasets.card import Split
 from services.shared.datasets.upload import SplitFractions
 
-# Changing it moves texts between the splits of datasets uploaded again: never change it.
+# Never change this salt: datasets that are uploaded again would have texts in other splits.
 _SALT = b"stillhouse split 1\n"
 
 
 def text_key(text: str) -> bytes:
-    """Return 16 bytes that are equal for texts that differ only in form or outer white space."""
-    normal = unicodedata.normalize("NFC", text).strip()
-    return hashlib.sha256(_SALT + normal.encode()).digest()[:16]
+    """Return a 16-byte hash of a text, ignoring its Unicode normalization form and outer white space."""
+    normalized = unicodedata.normalize("NFC", text).strip()
+    return hashlib.sha256(_SALT + normalized.encode()).digest()[:16]
 
 
-def split_of(key: bytes, fractions: SplitFractions) -> Split:
-    """Return the split of the text with this key: the same in every dataset with these fractions.
+def assign_split(key: bytes, fractions: SplitFractions) -> Split:
+    """Return the split of the text with this key, which is the same in every dataset with these fractions.
 
-    Growing the validation share keeps every text that was in validation there.
+    A larger validation fraction keeps every text that was in the validation split before.
     """
     position = int.from_bytes(key[:8], "big") / 2**64
     if position < fractions.validation:

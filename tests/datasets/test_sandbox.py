@@ -1,4 +1,4 @@
-"""A Parquet file that unpacks to far more than its size is refused, and only a child process feels it."""
+"""A Parquet decompression bomb is rejected, and only a subprocess runs out of memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.shared.datasets.card import DatasetCard
-from services.shared.datasets.confined import ingest_confined
 from services.shared.datasets.ingest import ingest
 from services.shared.datasets.reader import MAX_PARQUET_ROWS, read_records
+from services.shared.datasets.sandbox import ingest_in_sandbox
 from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layout
 
 LAYOUT = Layout.model_validate({"heads": [{"name": "mood"}]})
@@ -32,8 +32,8 @@ def repeated(text: str, rows: int) -> pa.Array:
     return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
 
 
-def take(upload: Path, datasets_dir: Path, memory_bytes: int = MEMORY) -> DatasetCard:
-    return ingest_confined(
+def ingest_upload(upload: Path, datasets_dir: Path, memory_bytes: int = MEMORY) -> DatasetCard:
+    return ingest_in_sandbox(
         upload,
         format=Format.PARQUET,
         layout=LAYOUT,
@@ -44,9 +44,9 @@ def take(upload: Path, datasets_dir: Path, memory_bytes: int = MEMORY) -> Datase
     )
 
 
-def test_an_honest_upload_is_what_it_would_be_without_the_process(tmp_path: Path) -> None:
+def test_an_ordinary_upload_is_stored_as_without_the_sandbox(tmp_path: Path) -> None:
     upload = parquet(tmp_path / "upload", pa.array([f"text {n}" for n in range(60)]))
-    confined = take(upload, tmp_path / "confined")
+    sandboxed = ingest_upload(upload, tmp_path / "sandboxed")
     plain = ingest(
         upload,
         format=Format.PARQUET,
@@ -55,66 +55,68 @@ def test_an_honest_upload_is_what_it_would_be_without_the_process(tmp_path: Path
         name="moods",
         datasets_dir=tmp_path / "plain",
     )
-    assert confined == plain
-    for split in confined.rows:
+    assert sandboxed == plain
+    for split in sandboxed.rows:
         name = f"ds_1/{split}.parquet"
-        assert pq.read_table(tmp_path / "confined" / name) == pq.read_table(
+        assert pq.read_table(tmp_path / "sandboxed" / name) == pq.read_table(
             tmp_path / "plain" / name
         )
 
 
-def test_a_kilobyte_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+def test_a_kilobyte_that_decompresses_to_gigabytes_is_rejected(tmp_path: Path) -> None:
     upload = parquet(tmp_path / "upload", repeated("x" * 2**24, 3000))  # 48 GB of text
     assert upload.stat().st_size < 20_000
     before = psutil.Process().memory_info().rss
     with pytest.raises(DatasetRejected, match="cannot be read within 1,073,741,824 bytes"):
-        take(upload, tmp_path / "datasets")
+        ingest_upload(upload, tmp_path / "datasets")
     assert psutil.Process().memory_info().rss - before < 64 * 2**20
     assert list(tmp_path.glob("datasets/*")) == []
 
 
-def test_faults_come_back_as_they_are(tmp_path: Path) -> None:
+def test_faults_are_returned_unchanged(tmp_path: Path) -> None:
     upload = parquet(tmp_path / "upload", pa.array(["a", "", None, *(f"t {n}" for n in range(40))]))
-    with pytest.raises(DatasetRejected) as refused:
-        take(upload, tmp_path / "datasets")
-    assert refused.value.total == 2
-    assert refused.value.faults[0] == Fault(line=2, field="text", message="the text is empty")
+    with pytest.raises(DatasetRejected) as rejected:
+        ingest_upload(upload, tmp_path / "datasets")
+    assert rejected.value.total == 2
+    assert rejected.value.faults[0] == Fault(line=2, field="text", message="the text is empty")
 
 
-def test_a_fault_of_the_disk_is_none_of_the_file(tmp_path: Path) -> None:
+def test_an_error_of_the_disk_is_not_a_fault_of_the_upload(tmp_path: Path) -> None:
     upload = parquet(tmp_path / "upload", pa.array([f"text {n}" for n in range(60)]))
     (tmp_path / "datasets").write_text("a file where a directory should be")
     with pytest.raises(NotADirectoryError):
-        take(upload, tmp_path / "datasets")
+        ingest_upload(upload, tmp_path / "datasets")
 
 
-def test_the_process_is_told_no_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its environment is read by another name for the interpreter, which writes it down."""
+def test_the_subprocess_gets_no_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the interpreter records the environment that it gets."""
     spy = tmp_path / "python"
     spy.write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\nkill -9 $$\n")
     spy.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(spy))
     monkeypatch.setenv("STILLHOUSE_DATABASE_URL", "postgresql://user:hush@db/x")
     with pytest.raises(DatasetRejected):
-        take(parquet(tmp_path / "upload", pa.array(["a"])), tmp_path / "datasets")
+        ingest_upload(parquet(tmp_path / "upload", pa.array(["a"])), tmp_path / "datasets")
     environment = (tmp_path / "environment").read_text()
     assert f"PATH={os.environ['PATH']}" in environment
     assert "STILLHOUSE_" not in environment
     assert "hush" not in environment
 
 
-def test_a_process_that_breaks_otherwise_is_no_fault_of_the_file(
+def test_any_other_failure_of_the_subprocess_is_not_a_fault_of_the_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho ImportError: no such room >&2\nexit 1\n")
+    broken.write_text("#!/bin/sh\necho ImportError: no such module >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(broken))
-    with pytest.raises(RuntimeError, match=r"broke: .*no such room"):
-        take(parquet(tmp_path / "upload", pa.array(["a"])), tmp_path / "datasets")
+    with pytest.raises(RuntimeError, match=r"failed: .*no such module"):
+        ingest_upload(parquet(tmp_path / "upload", pa.array(["a"])), tmp_path / "datasets")
 
 
-def test_rows_without_end_are_refused_before_the_first(tmp_path: Path) -> None:
+def test_too_many_rows_are_rejected_before_the_first_is_read(tmp_path: Path) -> None:
     rows = MAX_PARQUET_ROWS + 1
     indices = pa.array(memoryview(bytes(rows)).cast("b"), pa.int8())
     table = pa.table({"text": pa.DictionaryArray.from_arrays(indices, pa.array(["a"]))})

@@ -1,10 +1,9 @@
-"""Uploads that are refused: every fault by its line, and never a crash."""
+"""Rejected uploads: every fault is reported with its line, and no upload causes a crash."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from pydantic import ValidationError
 
 from services.shared.datasets.ingest import ingest
 from services.shared.datasets.reader import MAX_LINE_BYTES
-from services.shared.datasets.survey import MAX_CLASSES
 from services.shared.datasets.upload import (
     DatasetRejected,
     Fault,
@@ -25,9 +23,10 @@ from services.shared.datasets.upload import (
     Layout,
     SplitFractions,
 )
+from services.shared.datasets.validator import MAX_CLASSES
 
 if TYPE_CHECKING:
-    from tests.datasets.conftest import Desk
+    from tests.datasets.conftest import Ingestor, JsonLines
 
 
 @pytest.mark.parametrize(
@@ -35,35 +34,35 @@ if TYPE_CHECKING:
     [
         ({"text": "", "mood": "sad"}, "text", "the text is empty"),
         ({"text": " \u3000\n", "mood": "sad"}, "text", "the text is empty"),
-        ({"mood": "sad"}, "text", "there is no text"),
-        ({"text": None, "mood": "sad"}, "text", "there is no text"),
-        ({"text": 7, "mood": "sad"}, "text", "the text is a whole number, not a string"),
+        ({"mood": "sad"}, "text", "the text is missing"),
+        ({"text": None, "mood": "sad"}, "text", "the text is missing"),
+        ({"text": 7, "mood": "sad"}, "text", "the text is an integer, not a string"),
         ({"text": ["a"], "mood": "sad"}, "text", "the text is a list, not a string"),
-        ({"text": "a\x00b", "mood": "sad"}, "text", "the text holds a NUL character"),
-        ({"text": "a\ud800", "mood": "sad"}, "text", "the text holds half of a surrogate pair"),
+        ({"text": "a\x00b", "mood": "sad"}, "text", "the text contains a NUL character"),
+        ({"text": "a\ud800", "mood": "sad"}, "text", "the text contains a lone surrogate"),
         ({"text": "x" * 1_000_001}, "text", "the text is longer than 1,000,000 characters"),
-        ({"text": "a", "mood": 1.5}, "mood", "the label is a number with a fraction, not a"),
-        ({"text": "a", "mood": float("nan")}, "mood", "the label is a number with a fraction"),
-        ({"text": "a", "mood": True}, "mood", "the label is true or false, not a string"),
+        ({"text": "a", "mood": 1.5}, "mood", "the label is a floating-point number, not a"),
+        ({"text": "a", "mood": float("nan")}, "mood", "the label is a floating-point number"),
+        ({"text": "a", "mood": True}, "mood", "the label is a boolean, not a string"),
         ({"text": "a", "mood": {"x": 1}}, "mood", "the label is an object, not a string"),
         ({"text": "a", "mood": ["sad"]}, "mood", "the label is a list, not a string"),
-        ({"text": "a", "mood": "s\x00"}, "mood", "the label holds a NUL character"),
+        ({"text": "a", "mood": "s\x00"}, "mood", "the label contains a NUL character"),
         ({"text": "a", "mood": "s" * 201}, "mood", "the label is longer than 200 characters"),
         ({"text": "a", "mood": 10**300}, "mood", "the label is longer than 200 characters"),
-        ({"text": "a", "labels": {"mood": 0.5}}, "mood", "the label is a number with a fraction"),
-        ({"text": "a", "labels": "{broken"}, "labels", "the map of labels is not JSON"),
-        ({"text": "a", "mood": "unique"}, "mood", "label 'unique' has this one example"),
+        ({"text": "a", "labels": {"mood": 0.5}}, "mood", "the label is a floating-point number"),
+        ({"text": "a", "labels": "{broken"}, "labels", "the map of labels is not valid JSON"),
+        ({"text": "a", "mood": "unique"}, "mood", "label 'unique' has only this example"),
         ("[1, 2]", None, "is not a JSON object"),
-        ('{"text": "a"', None, "is not JSON: "),
-        ("nonsense", None, "is not JSON: "),
+        ('{"text": "a"', None, "is not valid JSON: "),
+        ("nonsense", None, "is not valid JSON: "),
         ("[" * 100_000, None, "is nested too deeply"),
-        ('{"text": "a", "mood": ' + "9" * 5000 + "}", None, "is not JSON: "),
+        ('{"text": "a", "mood": ' + "9" * 5000 + "}", None, "is not valid JSON: "),
     ],
 )
-def test_a_fault_is_named_by_its_line(
-    desk: Desk, jsonl: Callable[..., bytes], row: Any, field: str | None, message: str
+def test_a_fault_is_reported_with_its_line(
+    ingestor: Ingestor, jsonl: JsonLines, row: Any, field: str | None, message: str
 ) -> None:
-    (fault,) = desk.faults(jsonl(row))
+    (fault,) = ingestor.faults(jsonl(row))
     assert (fault.line, fault.field) == (41, field)
     assert fault.message.startswith(message)
 
@@ -71,33 +70,37 @@ def test_a_fault_is_named_by_its_line(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (3, "the labels are a whole number, not a list, nor a string divided by |"),
-        (["a", None], "the label is null, not a string or a whole number"),
+        (3, "the labels are an integer, not a list or a string separated by |"),
+        (["a", None], "the label is null, not a string or an integer"),
         (["a", " "], "a label is empty"),
-        (["a", 0.5], "the label is a number with a fraction, not a string or a whole number"),
+        (["a", 0.5], "the label is a floating-point number, not a string or an integer"),
     ],
 )
-def test_a_fault_among_several_labels_is_named(desk: Desk, value: Any, message: str) -> None:
+def test_a_fault_in_a_list_of_labels_is_reported(
+    ingestor: Ingestor, value: Any, message: str
+) -> None:
     layout = Layout.model_validate({"heads": [{"name": "topics", "type": "multi_label"}]})
     rows = [{"text": f"t {n}", "topics": ["a", "b"]} for n in range(40)]
     rows.append({"text": "odd", "topics": value})
     content = "\n".join(json.dumps(row) for row in rows).encode()
-    assert desk.faults(content, layout=layout) == [Fault(line=41, field="topics", message=message)]
+    assert ingestor.faults(content, layout=layout) == [
+        Fault(line=41, field="topics", message=message)
+    ]
 
 
-def test_twenty_faults_are_named_and_all_are_counted(
-    desk: Desk, jsonl: Callable[..., bytes]
+def test_twenty_faults_are_reported_and_all_are_counted(
+    ingestor: Ingestor, jsonl: JsonLines
 ) -> None:
     rows = [{"text": "", "mood": 0.5} for _ in range(50)]
-    with pytest.raises(DatasetRejected) as refused:
-        desk.take(jsonl(*rows))
-    assert (len(refused.value.faults), refused.value.total) == (20, 100)
-    assert str(refused.value).startswith("line 41, text: the text is empty; line 41, mood: ")
-    assert str(refused.value).endswith("(and 80 more)")
+    with pytest.raises(DatasetRejected) as rejected:
+        ingestor.ingest(jsonl(*rows))
+    assert (len(rejected.value.faults), rejected.value.total) == (20, 100)
+    assert str(rejected.value).startswith("line 41, text: the text is empty; line 41, mood: ")
+    assert str(rejected.value).endswith("(and 80 more)")
 
 
 @pytest.mark.parametrize("format", list(Format))
-def test_bytes_that_are_not_utf_8_are_named(desk: Desk, format: Format) -> None:
+def test_bytes_that_are_not_utf_8_are_reported(ingestor: Ingestor, format: Format) -> None:
     rows = [(f"text {n}", ("glad", "sad")[n % 2]) for n in range(40)]
     if format is Format.PARQUET:
         texts = pa.array([text.encode() for text, _ in rows] + [b"caf\xe9"]).cast(
@@ -105,7 +108,7 @@ def test_bytes_that_are_not_utf_8_are_named(desk: Desk, format: Format) -> None:
         )
         file = io.BytesIO()
         pq.write_table(pa.table({"text": texts, "mood": [m for _, m in rows] + ["sad"]}), file)
-        content, line, message = file.getvalue(), 41, "holds text that is not UTF-8"
+        content, line, message = file.getvalue(), 41, "contains text that is not UTF-8"
     elif format is Format.CSV:
         content = "".join(f"{text},{mood}\r\n" for text, mood in [("text", "mood"), *rows]).encode()
         content += b"caf\xe9,sad\r\n"
@@ -114,12 +117,14 @@ def test_bytes_that_are_not_utf_8_are_named(desk: Desk, format: Format) -> None:
         content = "".join(json.dumps({"text": t, "mood": m}) + "\n" for t, m in rows).encode()
         content += b'{"text": "caf\xe9", "mood": "sad"}'
         line, message = 41, "is not UTF-8: byte 14 of the line is 0xe9"
-    assert desk.faults(content, format=format) == [Fault(line=line, field=None, message=message)]
+    assert ingestor.faults(content, format=format) == [
+        Fault(line=line, field=None, message=message)
+    ]
 
 
-def test_a_line_without_end_is_not_held_in_memory(desk: Desk, jsonl: Callable[..., bytes]) -> None:
+def test_an_overlong_line_is_not_read_into_memory(ingestor: Ingestor, jsonl: JsonLines) -> None:
     content = jsonl("x" * (2 * MAX_LINE_BYTES + 5), {"text": "", "mood": "sad"})
-    faults = desk.faults(content)
+    faults = ingestor.faults(content)
     assert [(fault.line, fault.message) for fault in faults] == [
         (41, "is longer than 4,194,304 bytes"),
         (42, "the text is empty"),
@@ -133,77 +138,84 @@ def _csv(*lines: str) -> bytes:
 @pytest.mark.parametrize(
     ("content", "line", "message"),
     [
-        (_csv("text,mood", "a,b,c"), 2, "has 3 fields where the header has 2"),
-        (_csv("text,mood", "a"), 2, "has 1 fields where the header has 2"),
-        (_csv("words,mood", "a,b"), 1, "there is no such column; there are 'words', 'mood'"),
-        (_csv("text,text", "a,b"), 1, "the header names this column twice"),
-        (_csv("text,mood", '"a"b,c'), 2, "is not CSV: "),
-        (_csv("text,mood", '"a,c', "d,e"), 2, "is not CSV: "),
+        (_csv("text,mood", "a,b,c"), 2, "has 3 fields, but the header has 2"),
+        (_csv("text,mood", "a"), 2, "has 1 fields, but the header has 2"),
+        (_csv("words,mood", "a,b"), 1, "no such column; the file has 'words', 'mood'"),
+        (_csv("text,text", "a,b"), 1, "the header contains this column twice"),
+        (_csv("text,mood", '"a"b,c'), 2, "is not valid CSV: "),
+        (_csv("text,mood", '"a,c', "d,e"), 2, "is not valid CSV: "),
     ],
 )
-def test_a_fault_of_csv_is_named_by_its_line(
-    desk: Desk, content: bytes, line: int, message: str
+def test_a_csv_fault_is_reported_with_its_line(
+    ingestor: Ingestor, content: bytes, line: int, message: str
 ) -> None:
-    fault = desk.faults(content, format=Format.CSV)[0]
+    fault = ingestor.faults(content, format=Format.CSV)[0]
     assert fault.line == line
     assert fault.message.startswith(message)
 
 
 @pytest.mark.parametrize("format", list(Format))
-def test_an_empty_file_is_refused(desk: Desk, format: Format) -> None:
-    (fault,) = desk.faults(b"", format=format)
+def test_an_empty_file_is_rejected(ingestor: Ingestor, format: Format) -> None:
+    (fault,) = ingestor.faults(b"", format=format)
     expected = "is not a readable Parquet file" if format is Format.PARQUET else "there are no rows"
     assert fault.message.startswith(expected)
 
 
-def test_parquet_without_the_text_column_is_refused(desk: Desk) -> None:
+def test_parquet_without_the_text_column_is_rejected(ingestor: Ingestor) -> None:
     file = io.BytesIO()
     pq.write_table(pa.table({"words": ["a"]}), file)
-    (fault,) = desk.faults(file.getvalue(), format=Format.PARQUET)
-    assert (fault.field, fault.message) == ("text", "there is no such column; there are 'words'")
+    (fault,) = ingestor.faults(file.getvalue(), format=Format.PARQUET)
+    assert (fault.field, fault.message) == ("text", "no such column; the file has 'words'")
 
 
-def test_a_head_needs_two_labels(desk: Desk) -> None:
+def test_a_head_needs_two_labels(ingestor: Ingestor) -> None:
     one = "".join(json.dumps({"text": f"t {n}", "mood": "sad"}) + "\n" for n in range(40))
-    (fault,) = desk.faults(one.encode())
-    assert (fault.field, fault.message) == ("mood", "has the one label 'sad'; two are the least")
+    (fault,) = ingestor.faults(one.encode())
+    assert (fault.field, fault.message) == (
+        "mood",
+        "has only the label 'sad'; at least two are required",
+    )
 
 
-def test_a_head_whose_column_is_nowhere_is_refused(desk: Desk, jsonl: Callable[..., bytes]) -> None:
+def test_a_head_without_a_column_is_rejected(ingestor: Ingestor, jsonl: JsonLines) -> None:
     layout = Layout.model_validate({"heads": [{"name": "mood"}, {"name": "topic"}]})
-    (fault,) = desk.faults(jsonl(), layout=layout)
+    (fault,) = ingestor.faults(jsonl(), layout=layout)
     assert fault.field == "topic"
     assert fault.message.startswith("has no labels: no row has a value in column 'topic'")
 
 
-def test_a_class_with_one_example_is_named_by_its_line(
-    desk: Desk, jsonl: Callable[..., bytes]
+def test_a_class_with_one_example_is_reported_with_its_line(
+    ingestor: Ingestor, jsonl: JsonLines
 ) -> None:
-    faults = desk.faults(jsonl({"text": "a", "mood": "angry"}, {"text": "b", "mood": "bored"}))
+    faults = ingestor.faults(jsonl({"text": "a", "mood": "angry"}, {"text": "b", "mood": "bored"}))
     assert [(fault.line, fault.message) for fault in faults] == [
-        (41, "label 'angry' has this one example; two are the least"),
-        (42, "label 'bored' has this one example; two are the least"),
+        (41, "label 'angry' has only this example; at least two are required"),
+        (42, "label 'bored' has only this example; at least two are required"),
     ]
 
 
-def test_a_repeated_row_is_no_second_example(desk: Desk, jsonl: Callable[..., bytes]) -> None:
+def test_a_duplicate_row_does_not_count_as_a_second_example(
+    ingestor: Ingestor, jsonl: JsonLines
+) -> None:
     odd = {"text": "a", "mood": "angry"}
-    (fault,) = desk.faults(jsonl(odd, odd))
+    (fault,) = ingestor.faults(jsonl(odd, odd))
     assert fault.line == 41
 
 
-def test_too_few_texts_for_a_validation_split_are_refused(desk: Desk) -> None:
+def test_an_upload_too_small_for_a_validation_split_is_rejected(ingestor: Ingestor) -> None:
     rows = [("good", "glad"), ("bad", "sad"), ("fine", "glad"), ("awful", "sad")]
     content = "\n".join(json.dumps({"text": t, "mood": m}) for t, m in rows).encode()
-    shares = {"train": 0.98, "validation": 0.01, "test": 0.01}
-    layout = desk.layout.model_copy(update={"fractions": SplitFractions.model_validate(shares)})
-    (fault,) = desk.faults(content, layout=layout)
-    assert fault.message.startswith("no text falls into the validation split: 4 different texts")
+    fractions = {"train": 0.98, "validation": 0.01, "test": 0.01}
+    layout = ingestor.layout.model_copy(
+        update={"fractions": SplitFractions.model_validate(fractions)}
+    )
+    (fault,) = ingestor.faults(content, layout=layout)
+    assert fault.message.startswith("the validation split is empty: 4 different texts")
 
 
-def test_a_column_of_ids_is_not_a_head(desk: Desk) -> None:
+def test_a_column_of_ids_is_rejected_as_a_head(ingestor: Ingestor) -> None:
     rows = (json.dumps({"text": f"t {n}", "mood": n}) for n in range(MAX_CLASSES + 1))
-    faults = desk.faults("\n".join(rows).encode())
+    faults = ingestor.faults("\n".join(rows).encode())
     assert faults[0].message == "has more than 10,000 different labels"
 
 
@@ -219,7 +231,7 @@ def test_a_column_of_ids_is_not_a_head(desk: Desk) -> None:
         {"fractions": {"train": 0, "validation": 0.5, "test": 0.5}},
     ],
 )
-def test_a_layout_that_contradicts_itself_is_refused(layout: dict[str, Any]) -> None:
+def test_an_inconsistent_layout_is_rejected(layout: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Layout.model_validate(layout)
 
@@ -234,8 +246,8 @@ ROW = st.fixed_dictionaries(
 )
 
 
-def _settled(path: Path, content: bytes, format: Format) -> None:
-    """Ingest; whatever was uploaded, the end is a whole dataset or a list of faults."""
+def _ingest_or_reject(path: Path, content: bytes, format: Format) -> None:
+    """Ingest an upload and check that the result is a complete dataset or a list of faults."""
     upload, datasets = path / "upload", path / "datasets"
     upload.write_bytes(content)
     layout = Layout.model_validate({"heads": [{"name": "mood"}]})
@@ -243,8 +255,8 @@ def _settled(path: Path, content: bytes, format: Format) -> None:
         card = ingest(
             upload, format=format, layout=layout, id="ds_1", name="x", datasets_dir=datasets
         )
-    except DatasetRejected as refused:
-        assert 0 < len(refused.faults) <= min(20, refused.total)  # noqa: PT017
+    except DatasetRejected as rejected:
+        assert 0 < len(rejected.faults) <= min(20, rejected.total)  # noqa: PT017
         assert not datasets.exists()
         return
     stored = [pq.read_table(datasets / "ds_1" / f"{split}.parquet") for split in card.rows]
@@ -263,23 +275,27 @@ ANY_UPLOAD = settings(
 
 @ANY_UPLOAD
 @given(rows=st.lists(ROW, max_size=8))
-def test_any_json_is_a_dataset_or_faults(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    sound = [{"text": f"t {n}", "mood": ("glad", "sad")[n % 2]} for n in range(30)]
-    content = "\n".join(json.dumps(row) for row in sound + rows).encode()
-    _settled(tmp_path, content, Format.JSONL)
+def test_arbitrary_json_is_stored_or_rejected_with_faults(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
+    valid = [{"text": f"t {n}", "mood": ("glad", "sad")[n % 2]} for n in range(30)]
+    content = "\n".join(json.dumps(row) for row in valid + rows).encode()
+    _ingest_or_reject(tmp_path, content, Format.JSONL)
 
 
 @ANY_UPLOAD
 @given(tail=st.binary(max_size=200) | st.text('",|\n\r\x00ab', max_size=40).map(str.encode))
 @pytest.mark.parametrize("format", [Format.JSONL, Format.CSV])
-def test_any_bytes_are_a_dataset_or_faults(tmp_path: Path, format: Format, tail: bytes) -> None:
+def test_arbitrary_bytes_are_stored_or_rejected_with_faults(
+    tmp_path: Path, format: Format, tail: bytes
+) -> None:
     head = "text,mood\n" + "".join(f"t {n},{('glad', 'sad')[n % 2]}\n" for n in range(30))
-    _settled(tmp_path, head.encode() + tail, format)
+    _ingest_or_reject(tmp_path, head.encode() + tail, format)
 
 
 @ANY_UPLOAD
 @given(position=st.integers(min_value=0), byte=st.integers(0, 255), cut=st.booleans())
-def test_any_damage_to_parquet_is_a_dataset_or_faults(
+def test_corrupted_parquet_is_stored_or_rejected_with_faults(
     tmp_path: Path, position: int, byte: int, cut: bool
 ) -> None:
     file = io.BytesIO()
@@ -288,4 +304,4 @@ def test_any_damage_to_parquet_is_a_dataset_or_faults(
     content = bytearray(file.getvalue())
     position %= len(content)
     content[position] = byte
-    _settled(tmp_path, bytes(content[:position] if cut else content), Format.PARQUET)
+    _ingest_or_reject(tmp_path, bytes(content[:position] if cut else content), Format.PARQUET)
