@@ -219,11 +219,9 @@ def _engine(fsdp: int | None) -> Engine:
     if fsdp is not None:
         return Engine.FSDP1 if fsdp == 1 else Engine.FSDP2
     try:
-        major, minor = metadata.version("torch").split(".")[:2]
+        return Engine.of_torch(metadata.version("torch"))
     except metadata.PackageNotFoundError:
         return Engine.FSDP2
-    # fully_shard became public in torch 2.6.
-    return Engine.FSDP2 if (int(major), int(minor)) >= (2, 6) else Engine.FSDP1
 
 
 def _refuse(error: InvalidInput, *, command: str, as_json: bool) -> NoReturn:

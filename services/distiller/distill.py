@@ -26,7 +26,7 @@ from services.shared.model.batches import Step, plan_epoch
 from services.shared.model.tokens import choose_heads, collate
 from services.shared.training.checkpoint import loop_state
 from services.shared.training.evaluation import evaluate, predict_split
-from services.shared.training.job_setup import chosen_recipe, shard_model, token_budget
+from services.shared.training.job_setup import chosen_recipe, shard_model
 from services.shared.training.memory_probe import MemoryProbe
 from services.shared.training.optim.optimizer import build_optimizer, learning_rate
 from services.shared.training.process import (
@@ -47,7 +47,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     assert isinstance(task.spec, DistillSpec)
     assert task.teacher_dir is not None
     training, recipe, wanted = task.spec.training, chosen_recipe(task), task.spec.distillation
-    budget_tokens = token_budget(recipe, training)
+    budget_tokens = recipe.token_budget(training)
     progress, probe = Progress(run, world, position), MemoryProbe(run, world, position)
 
     progress.phase(Phase.LOADING)

@@ -28,7 +28,6 @@ from services.shared.model.classifier import Classifier, wrap_backbone
 from services.shared.model.metrics import Array
 from services.shared.training.checkpoint.loop_state import LoopState
 from services.shared.training.evaluation import predict_split
-from services.shared.training.job_setup import token_budget
 from services.shared.training.process import World
 from services.shared.training.sharding.export import export_unsealed, put_in_place
 from services.shared.training.sharding.shard import Sharded
@@ -123,7 +122,7 @@ def publish(
         lesson,
         teacher,
         world,
-        budget_tokens=token_budget(student.recipe, training),
+        budget_tokens=student.recipe.token_budget(training),
         pad_id=tokenizer.pad_token_id,
     )
     if evaluation and state.best is not None:

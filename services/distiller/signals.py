@@ -22,7 +22,6 @@ from services.shared.jobs.state import Reason
 from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import collate
-from services.shared.training.job_setup import token_budget
 from services.shared.training.process import RunFailed, World, agreed_stop, blame
 
 # Elements of one collective: 64 MiB of float32.
@@ -208,5 +207,5 @@ def open_signals(
             precision=str(recipe.compute),
             tap=tap,
         )
-    budget_tokens = token_budget(recipe, task.spec.training)
+    budget_tokens = recipe.token_budget(task.spec.training)
     return Signals(teacher, sides, world, budget_tokens=budget_tokens, tap=tap, file=file)

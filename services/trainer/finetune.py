@@ -18,7 +18,7 @@ from services.shared.model.objective import balanced_weights, combined_loss, lab
 from services.shared.model.tokens import collate
 from services.shared.training.checkpoint import loop_state
 from services.shared.training.evaluation import evaluate, predict_split
-from services.shared.training.job_setup import chosen_recipe, shard_model, token_budget
+from services.shared.training.job_setup import chosen_recipe, shard_model
 from services.shared.training.memory_probe import MemoryProbe
 from services.shared.training.optim.optimizer import build_optimizer, learning_rate
 from services.shared.training.process import Position, RunFailed, World, agreed_stop, seed_step
@@ -32,7 +32,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
     """Train, evaluate, export; return the report that rank 0 has written."""
     assert isinstance(task.spec, TeacherSpec)
     training, recipe = task.spec.training, chosen_recipe(task)
-    budget_tokens = token_budget(recipe, training)
+    budget_tokens = recipe.token_budget(training)
     progress, probe = Progress(run, world, position), MemoryProbe(run, world, position)
 
     progress.phase(Phase.LOADING)

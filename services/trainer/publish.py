@@ -12,7 +12,6 @@ from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.tokens import read_rows
 from services.shared.training.checkpoint.loop_state import LoopState
 from services.shared.training.evaluation import evaluate, predict_split
-from services.shared.training.job_setup import token_budget
 from services.shared.training.process import World
 from services.shared.training.sharding.export import export_unsealed, put_in_place
 from services.shared.training.sharding.shard import Sharded
@@ -76,7 +75,7 @@ def _judge(
             split,
             data.heads,
             world,
-            budget_tokens=token_budget(sharded.recipe, task.spec.training),
+            budget_tokens=sharded.recipe.token_budget(task.spec.training),
             pad_id=data.tokenizer.pad_token_id,
         )
         if len(split)

@@ -30,7 +30,8 @@ from services.shared.jobs.views import JobView, Ticket
 from services.shared.launch import supervise
 from services.shared.launch.oom_counter import OomCounters
 from services.shared.launch.task import run_job
-from services.shared.training.sharding.shard import Engine, default_engine
+from services.shared.memory.recipe import Engine
+from services.shared.training.sharding.shard import default_engine
 from tests.api.conftest import FakePredictor
 from tests.conftest import make_cgroup, remove_cgroup
 

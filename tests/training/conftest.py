@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.shared.training.sharding.shard import Engine, default_engine
+from services.shared.memory.recipe import Engine
+from services.shared.training.sharding.shard import default_engine
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -21,6 +21,7 @@ from transformers import AutoModel
 from services.shared.datasets.card import Head
 from services.shared.jobs.run_directory import MemoryRecord, RunDirectory, read_records, write_json
 from services.shared.jobs.spec import Recipe, Training
+from services.shared.memory.recipe import Engine
 from services.shared.model.classifier import build_classifier, make_config
 from services.shared.training import memory_probe
 from services.shared.training.checkpoint import checkpoint
@@ -32,7 +33,6 @@ from services.shared.training.sharding import shard as shard_room
 from services.shared.training.sharding.export import export_weights
 from services.shared.training.sharding.load import initialise, load_pretrained
 from services.shared.training.sharding.shard import (
-    Engine,
     Sharded,
     default_engine,
     parameter_dtype,

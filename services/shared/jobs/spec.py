@@ -133,6 +133,12 @@ class Recipe(_Spec):
         None, description="Lower than `training.micro_batch_tokens` where memory asks for it."
     )
 
+    def token_budget(self, training: Training) -> int:
+        """Return the most padded tokens that one rank holds in one forward pass."""
+        return min(
+            self.micro_batch_tokens or training.micro_batch_tokens, training.micro_batch_tokens
+        )
+
 
 class Schedule(str, Enum):
     """The learning-rate curve after warm-up."""

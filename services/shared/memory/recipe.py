@@ -49,6 +49,12 @@ class Engine(str, Enum):
 
     __str__ = str.__str__
 
+    @classmethod
+    def of_torch(cls, version: str) -> Engine:
+        """Return the FSDP generation of a torch release: `fully_shard` became public with 2.6."""
+        major, minor = version.split(".")[:2]
+        return cls.FSDP2 if (int(major), int(minor)) >= (2, 6) else cls.FSDP1
+
 
 class Optimizer(str, Enum):
     """The update rule; `adamw_bf16` keeps parameters and moments in bfloat16."""

@@ -11,12 +11,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 from services.shared.datasets.card import Head, Split
 from services.shared.jobs.run_directory import RunDirectory, RunInput
-from services.shared.jobs.spec import Recipe, TrainedTokenizer, Training
+from services.shared.jobs.spec import Recipe, TrainedTokenizer
 from services.shared.jobs.state import Reason
+from services.shared.memory.recipe import Engine
 from services.shared.model.classifier import build_classifier
 from services.shared.model.tokens import load_tokenizer, read_rows, train_tokenizer
 from services.shared.training.process import RunFailed, World, blame
-from services.shared.training.sharding.shard import Engine, Sharded, parameter_dtype, shard
+from services.shared.training.sharding.shard import Sharded, parameter_dtype, shard
 
 
 def chosen_recipe(task: RunInput) -> Recipe:
@@ -38,13 +39,6 @@ def inference_recipe(recipe: Recipe) -> Recipe:
             "activation_checkpointing": False,
             "offload": "none",
         }
-    )
-
-
-def token_budget(recipe: Recipe, training: Training) -> int:
-    """Return the most padded tokens one rank holds in one forward pass."""
-    return min(
-        recipe.micro_batch_tokens or training.micro_batch_tokens, training.micro_batch_tokens
     )
 
 

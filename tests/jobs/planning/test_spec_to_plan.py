@@ -12,7 +12,6 @@ from services.shared.jobs.planning.spec_to_plan import (
     JobPlan,
     engine_of,
     machine_of,
-    micro_batch_tokens,
     plan_job,
     to_spec_changes,
 )
@@ -86,7 +85,7 @@ def test_a_smaller_micro_batch_becomes_a_token_budget() -> None:
     changes = to_spec_changes({"micro_batch": 2, "accumulate": 4}, base)
     assert changes == {"micro_batch_tokens": 512}
     recipe = Recipe(**changes)
-    assert micro_batch_tokens(Training(micro_batch_tokens=2048), recipe) == 512
+    assert recipe.token_budget(Training(micro_batch_tokens=2048)) == 512
 
 
 def test_what_the_ranks_cannot_do_is_no_change_of_a_spec() -> None:

@@ -18,9 +18,9 @@ from services.shared.memory.hardware import machine
 from services.shared.memory.planning.frozen_teacher import Beside, Placement
 from services.shared.memory.planning.ledger import Phase
 from services.shared.memory.planning.plan import Plan
-from services.shared.memory.recipe import Recipe
+from services.shared.memory.recipe import Engine, Recipe
 from services.shared.training.dry_run.trace import main
-from services.shared.training.sharding.shard import Engine, default_engine
+from services.shared.training.sharding.shard import default_engine
 
 REPOSITORY = Path(__file__).parents[3]
 needs_dry_runs = pytest.mark.skipif(

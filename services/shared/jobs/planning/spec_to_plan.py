@@ -30,7 +30,6 @@ from services.shared.memory.sizes import format_size, parse_size
 
 # The fields that both recipes have, under one name and with the same values.
 _SHARED = tuple(name for name in Recipe.model_fields if name in recipe.Recipe.__dataclass_fields__)
-_FIRST_WITH_FSDP2 = (2, 6)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def to_memory_recipe(
     engine: recipe.Engine,
 ) -> recipe.Recipe:
     """Return how the ranks will run a spec's recipe, in the memory plan's words."""
-    tokens = micro_batch_tokens(training, wanted)
+    tokens = wanted.token_budget(training)
     micro_batch = max(1, tokens // training.max_length)
     texts_a_rank = -(-training.batch_size // ranks)
     micro_batch = min(micro_batch, texts_a_rank)
@@ -187,13 +186,6 @@ def split_changes(changes: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     return changes.get(TEACHER_PLACEMENT), own
 
 
-def micro_batch_tokens(training: Training, chosen: Recipe) -> int:
-    """Return the most padded tokens that one rank holds in one forward pass."""
-    return min(
-        training.micro_batch_tokens, chosen.micro_batch_tokens or training.micro_batch_tokens
-    )
-
-
 def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardware.Hardware:
     """Return the hardware that a spec declares. Raises memory's InvalidInput."""
     resources = spec.resources
@@ -224,14 +216,9 @@ def engine_of(settings: JobSettings) -> recipe.Engine:
     if settings.engine is not None:
         return recipe.Engine(settings.engine)
     try:
-        major, minor = metadata.version("torch").split(".")[:2]
+        return recipe.Engine.of_torch(metadata.version("torch"))
     except (metadata.PackageNotFoundError, ValueError):
         return recipe.Engine.FSDP2
-    return (
-        recipe.Engine.FSDP2
-        if (int(major), int(minor)) >= _FIRST_WITH_FSDP2
-        else recipe.Engine.FSDP1
-    )
 
 
 def _plan(

@@ -14,6 +14,7 @@ from services.shared.launch.doctor.machine import (
     ok,
     warning,
 )
+from services.shared.memory.recipe import Engine
 
 # DAS wheels name the torch they were built for in their local version: .torch251, .torch290.
 _COMPANIONS = ("torchvision", "torchaudio", "triton", "flash-attn", "xformers", "apex", "deepspeed")
@@ -66,7 +67,7 @@ def _engine(machine: Machine) -> Finding:
         return does_not_apply(name, "torch is not installed")
     if torch < (2, 5):
         return failed(name, f"torch {torch} is too old", "Stillhouse needs torch 2.5 or newer.")
-    if torch < (2, 6):
+    if Engine.of_torch(machine.packages["torch"]) is Engine.FSDP1:
         return ok(name, "FSDP1: fully_shard became public with torch 2.6")
     return ok(name, "FSDP2 (fully_shard)")
 

@@ -32,6 +32,7 @@ from transformers import AutoConfig, PretrainedConfig
 from services.shared.datasets.card import Head
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Recipe, Training
+from services.shared.memory.recipe import Engine
 from services.shared.model.classifier import Classifier, build_classifier
 from services.shared.model.objective import combined_loss
 from services.shared.model.tokens import Batch, TokenisedSplit, collate
@@ -42,7 +43,7 @@ from services.shared.training.optim.optimizer import Optimizer, build_optimizer,
 from services.shared.training.process import StopWatch, World, leave, make_deterministic, seed_step
 from services.shared.training.sharding import shard as shard_room
 from services.shared.training.sharding.load import initialise
-from services.shared.training.sharding.shard import DTYPES, Engine, Sharded, default_engine
+from services.shared.training.sharding.shard import DTYPES, Sharded, default_engine
 
 SHOWN_ORIGINS = 12
 PAD_ID = 0

@@ -28,9 +28,10 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 
 from services.shared.jobs.spec import Schedule, Training
 from services.shared.jobs.state import Reason
+from services.shared.memory.recipe import Engine
 from services.shared.training.optim.update_rules import Rule, build_rule
 from services.shared.training.process import RunFailed, World
-from services.shared.training.sharding.shard import Engine, Piece, Sharded
+from services.shared.training.sharding.shard import Piece, Sharded
 
 
 class Optimizer(Protocol):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from math import prod
 from typing import Any
 
@@ -36,6 +35,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import Reason
+from services.shared.memory.recipe import Engine
 from services.shared.model.classifier import Classifier, embedding, transformer_layers
 from services.shared.training.process import RunFailed, World
 
@@ -43,19 +43,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WRAPPER_NAMES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
-class Engine(str, Enum):
-    """The generation of FSDP that shards."""
-
-    FSDP1 = "fsdp1"
-    FSDP2 = "fsdp2"
-
-    __str__ = str.__str__
-
-
 def default_engine() -> Engine:
-    """Return FSDP2 from torch 2.6 on, where it became public; FSDP1 before."""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return Engine.FSDP2 if (major, minor) >= (2, 6) else Engine.FSDP1
+    """Return the FSDP generation of the torch that is installed."""
+    return Engine.of_torch(torch.__version__)
 
 
 def parameter_dtype(recipe: Recipe) -> torch.dtype:
