@@ -23,7 +23,7 @@ from services.api.problems import (
     problem_response,
 )
 from services.api.serving.errors import (
-    NoStudent,
+    NoActiveModel,
     Overloaded,
     PredictionError,
     RefusedInput,
@@ -121,7 +121,7 @@ def _from_stillhouse(error: Exception) -> ProblemError:
 
 def _from_prediction(error: PredictionError) -> ProblemError:
     match error:
-        case NoStudent():
+        case NoActiveModel():
             retry = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             return ProblemError("no-student", str(error), headers=retry)
         case Overloaded():

@@ -72,7 +72,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     store = open_store(settings)
     celery = make_celery(settings)
     feed = PromotionFeed(store, datasets_dir=settings.datasets_dir)
-    predictor = Predictor(promotions=feed, registry=metrics.registry, reports=feed)
+    predictor = Predictor(promotions=feed, registry=metrics.registry, listener=feed)
     context = AppContext(
         settings=settings,
         store=store,

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from services.api.deps import AppContext, Student
 from services.api.problems import FieldError, ProblemError, invalid_field
-from services.api.serving.errors import NoStudent, TextTooLong, UnusableText
+from services.api.serving.errors import NoActiveModel, TextTooLong, UnusableText
 from services.api.serving.prediction import Prediction
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 
@@ -133,13 +133,13 @@ def _refused(error: TextTooLong | UnusableText, *, field: str) -> ProblemError:
 
 
 async def active_student(context: AppContext, alias: str) -> Student:
-    """Return the student of `alias`. Raises NoStudent, and ProblemError for an unknown alias."""
+    """Return the student of `alias`. Raises NoActiveModel, and ProblemError for an unknown alias."""
     student = context.predictor.active(alias)
     if student is not None:
         return student
     if alias != DEFAULT_ALIAS and await run_in_threadpool(context.store.active, alias) is None:
         raise ProblemError("not-found", f"No model has ever been promoted to {alias!r}.")
-    raise NoStudent(alias)
+    raise NoActiveModel(alias)
 
 
 def select_heads(available: Iterable[str], wanted: list[str] | None) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from services.api.serving.promotion import Promoted
+from services.api.serving.promotion import Promotion
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.gates import Int8Gate
@@ -26,24 +26,24 @@ class PromotionFeed:
     def __init__(self, store: Store, *, datasets_dir: Path | None = None) -> None:
         self._store = store
         self._datasets_dir = datasets_dir
-        self._known: list[Promoted] = []  # newest first
+        self._known: list[Promotion] = []  # newest first
         self._news: deque[Callable[[], None]] = deque()  # to be written, the oldest first
 
-    def served(self, promoted: Promoted, *, engine: str) -> None:
-        """Remember that a promotion serves; as `Reports` has it."""
+    def on_served(self, promotion: Promotion, *, engine: str) -> None:
+        """Record that a promotion serves, as a `RolloutListener`."""
         write = self._store.report_served
-        self._news.append(partial(write, promoted.promotion_id, engine=engine))
+        self._news.append(partial(write, promotion.promotion_id, engine=engine))
 
-    def refused(self, promoted: Promoted, why: str, *, transient: bool) -> None:
-        """Remember that a promotion was refused."""
+    def on_refused(self, promotion: Promotion, reason: str, *, transient: bool) -> None:
+        """Record that a promotion was refused."""
         write = self._store.report_refused
-        self._news.append(partial(write, promoted.promotion_id, why, transient=transient))
+        self._news.append(partial(write, promotion.promotion_id, reason, transient=transient))
 
-    def prepared(self, promoted: Promoted, gate: Int8Gate) -> None:
-        """Remember whether a model may serve in 8 bits."""
-        self._news.append(partial(self._store.set_int8_gate, promoted.model_id, gate))
+    def on_int8_gate(self, promotion: Promotion, gate: Int8Gate) -> None:
+        """Record whether a model may serve in 8 bits."""
+        self._news.append(partial(self._store.set_int8_gate, promotion.model_id, gate))
 
-    def __call__(self) -> list[Promoted]:
+    def __call__(self) -> list[Promotion]:
         """Write what is to be written, and return every promotion with its artifact."""
         self._write()
         return self._read()
@@ -57,8 +57,8 @@ class PromotionFeed:
                 self._news.appendleft(write)
                 raise
 
-    def _read(self) -> list[Promoted]:
-        fresh: list[Promoted] = []
+    def _read(self) -> list[Promotion]:
+        fresh: list[Promotion] = []
         cursor = None
         while True:
             page = self._store.promotions(cursor=cursor, limit=PAGE)
@@ -70,13 +70,13 @@ class PromotionFeed:
             if cursor is None:
                 return self._remember(fresh)
 
-    def _remember(self, fresh: list[Promoted]) -> list[Promoted]:
+    def _remember(self, fresh: list[Promotion]) -> list[Promotion]:
         self._known = fresh + self._known
         return list(self._known)
 
-    def _promoted(self, promotion: PromotionView) -> Promoted:
+    def _promoted(self, promotion: PromotionView) -> Promotion:
         model = self._store.model(promotion.model_id)
-        return Promoted(
+        return Promotion(
             promotion_id=promotion.id,
             alias=promotion.alias,
             model_id=model.id,

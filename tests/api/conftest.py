@@ -16,7 +16,7 @@ from services.api.auth.keys import Keys
 from services.api.deps import AppContext
 from services.api.limits.rate_limit import RateLimiters
 from services.api.limits.uploads import UploadLimiter
-from services.api.serving.errors import NoStudent, PredictionError, TextTooLong
+from services.api.serving.errors import NoActiveModel, PredictionError, TextTooLong
 from services.api.serving.prediction import Prediction, Score, Timing
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
@@ -62,7 +62,7 @@ class FakePredictor:
             raise self.failure
         student = self.students.get(alias)
         if student is None:
-            raise NoStudent(alias)
+            raise NoActiveModel(alias)
         self.seen.append(list(texts))
         return [self._one(student, index, text, truncate) for index, text in enumerate(texts)]
 

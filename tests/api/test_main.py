@@ -88,8 +88,8 @@ def test_the_feed_writes_down_what_became_of_promotions(desk: Any) -> None:
     desk.store.promote(model_id)
     feed = PromotionFeed(desk.store)
     [promoted] = feed()
-    feed.refused(promoted, "it answers otherwise", transient=False)
-    feed.prepared(promoted, GATE)
+    feed.on_refused(promoted, "it answers otherwise", transient=False)
+    feed.on_int8_gate(promoted, GATE)
     assert desk.client.get(f"/models/{model_id}").json()["serving"] == {}
     feed()
     [shown] = desk.client.get("/models").json()["items"]
@@ -98,7 +98,7 @@ def test_the_feed_writes_down_what_became_of_promotions(desk: Any) -> None:
     assert shown["int8_gate"] == GATE.model_dump()
     [listed] = desk.client.get("/promotions").json()["items"]
     assert listed["serving"] == shown["serving"]["default"]
-    feed.served(promoted, engine="packed-bfloat16")
+    feed.on_served(promoted, engine="packed-bfloat16")
     feed()
     [listed] = desk.client.get("/promotions").json()["items"]
     assert (listed["serving"]["outcome"], listed["serving"]["engine"]) == (
@@ -124,8 +124,8 @@ def test_what_the_database_was_away_for_is_written_later_and_in_order(
         write(*args, **fields)
 
     monkeypatch.setattr(desk.store, "report_refused", flaky)
-    feed.refused(promoted, "no room", transient=True)
-    feed.served(promoted, engine="packed-float32")
+    feed.on_refused(promoted, "no room", transient=True)
+    feed.on_served(promoted, engine="packed-float32")
     with pytest.raises(Unavailable):
         feed()
     assert desk.store.active().serving is None

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from synthetic import DTYPE, HEADS, MAX_LENGTH, TYPE, make_texts
 
-from services.api.serving.engines.fused_ops import Pieces, compiled_pieces
+from services.api.serving.engines.fused_ops import FusedOps, compiled_ops
 from services.api.serving.engines.packed_engine import PackedEngine
 from services.api.serving.engines.packed_weights import Backbone, take_backbone, take_heads
-from services.api.serving.engines.padded_engine import buckets
+from services.api.serving.engines.padded_engine import length_buckets
 from services.api.serving.quantization.int8_linear import (
-    Conversions,
     Int8Linear,
-    compiled_conversions,
+    Int8Ops,
+    compiled_int8_ops,
 )
-from services.api.serving.quantization.record import prepared_weights
-from services.api.serving.quantization.smoothquant import largest_activations, smooth
-from services.api.serving.quantization.weights_file import load_backbone, save_weights
+from services.api.serving.quantization.record import int8_weights_path
+from services.api.serving.quantization.smoothquant import activation_maxima, smooth
+from services.api.serving.quantization.weights_file import load_int8_backbone, save_int8_weights
 from services.shared.model.artifact import load_classifier
 from services.shared.model.tokens import encode, load_tokenizer
 
@@ -123,7 +123,7 @@ def _timed(run: Callable[[], Any]) -> Run:
 def _onnx(peer: subprocess.Popen[str], tokens: Sequence[Sequence[int]]) -> tuple[float, Any]:
     assert peer.stdin is not None
     assert peer.stdout is not None
-    rows = list(buckets([len(text) for text in tokens], budget=BATCH_TOKENS))
+    rows = list(length_buckets([len(text) for text in tokens], budget=BATCH_TOKENS))
     peer.stdin.write(json.dumps([[tokens[row] for row in batch] for batch in rows]) + "\n")
     peer.stdin.flush()
     answer = json.loads(peer.stdout.readline())
@@ -140,26 +140,26 @@ def _packed(artifact: Path) -> PackedEngine:
     return PackedEngine(take_backbone(classifier, max_length=MAX_LENGTH), heads)
 
 
-def prepare_int8(artifact: Path) -> None:
+def quantize_student(artifact: Path) -> None:
     """Write the 8-bit weights beside an artifact, unless they are there already."""
-    if prepared_weights(artifact).exists():
+    if int8_weights_path(artifact).exists():
         return
     calibration, _ = encode(make_texts(16), load_tokenizer(artifact), max_length=MAX_LENGTH)
     classifier = load_classifier(artifact, dtype=torch.float32)
-    smooth(classifier, largest_activations(classifier, calibration))
-    save_weights(classifier, artifact)
+    smooth(classifier, activation_maxima(classifier, calibration))
+    save_int8_weights(classifier, artifact)
 
 
 def int8_engine(artifact: Path, plain: Any, *, compiles: bool) -> PackedEngine:
     """Return the engine over prepared weights, whatever their gate would say."""
-    backbone = load_backbone(
+    backbone = load_int8_backbone(
         artifact,
         max_length=MAX_LENGTH,
         dtype=DTYPE,
-        conversions=compiled_conversions() if compiles else Conversions(),
+        ops=compiled_int8_ops() if compiles else Int8Ops(),
     )
-    pieces = compiled_pieces() if compiles else Pieces()
-    return PackedEngine(backbone, take_heads(plain), pieces=pieces, kind="packed-int8")
+    ops = compiled_ops() if compiles else FusedOps()
+    return PackedEngine(backbone, take_heads(plain), ops=ops, kind="packed-int8")
 
 
 def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:

@@ -22,10 +22,10 @@ from fastapi import FastAPI
 from services.api.app import create_app
 from services.api.auth.keys import Keys
 from services.api.deps import AppContext
-from services.api.serving.active_models import ActiveStudent
+from services.api.serving.active_models import ActiveModel
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.predictor import Predictor
-from services.api.serving.promotion import Promoted
+from services.api.serving.promotion import Promotion
 from services.api.serving.settings import ServingSettings
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
@@ -39,7 +39,7 @@ class NullEngine:
     """Answers every text with the same logits."""
 
     kind = "null"
-    on_processor = True
+    runs_on_cpu = True
 
     def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, Any]:
         return {"h3": np.tile(np.float32([0.1, 0.2, 0.3]), (len(texts), 1))}
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--null", action="store_true")
     parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
-    promoted = [Promoted("prm_1", "default", "mdl_1", "bench", "mdl_1", options.artifact)]
+    promoted = [Promotion("prm_1", "default", "mdl_1", "bench", "mdl_1", options.artifact)]
     metrics = Metrics()
     predictor = Predictor(
         ServingSettings(),
@@ -67,9 +67,9 @@ def main() -> None:
         registry=metrics.registry,
     )
     if options.null:
-        predictor.slot.swap("default", _null_student(options.artifact))
+        predictor.active_models.swap("default", _null_student(options.artifact))
     if options.int8:
-        predictor.slot.swap("default", _int8_student(options.artifact, predictor.settings))
+        predictor.active_models.swap("default", _int8_student(options.artifact, predictor.settings))
     unused: Any = None
     settings = ApiSettings(
         database_url="postgresql+psycopg://nobody@127.0.0.1:1/nothing",
@@ -102,13 +102,13 @@ def main() -> None:
     )
 
 
-def _null_student(artifact: Path) -> ActiveStudent:
+def _null_student(artifact: Path) -> ActiveModel:
     tokenizer = (artifact / "tokenizer.json").read_text()
     encoder = TokenizerEncoder(tokenizer, max_length=256)
-    return ActiveStudent("null", "null", "null", HEADS, 256, encoder, NullEngine())
+    return ActiveModel("null", "null", "null", HEADS, 256, encoder, NullEngine())
 
 
-def _int8_student(artifact: Path, settings: ServingSettings) -> ActiveStudent:
+def _int8_student(artifact: Path, settings: ServingSettings) -> ActiveModel:
     # Only here: the tests' server needs no torch.
     from engines import int8_engine
     from synthetic import DTYPE, MAX_LENGTH
@@ -127,7 +127,7 @@ def _int8_student(artifact: Path, settings: ServingSettings) -> ActiveStudent:
         threads=settings.threads,
     )
     encoder = TokenizerEncoder((artifact / "tokenizer.json").read_text(), max_length=MAX_LENGTH)
-    return ActiveStudent("bench", "int8", "mdl_1", heads, MAX_LENGTH, encoder, engine)
+    return ActiveModel("bench", "int8", "mdl_1", heads, MAX_LENGTH, encoder, engine)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from api_share import bench_api
-from engines import PLAIN, bench_engines, export_onnx, prepare_int8
+from engines import PLAIN, bench_engines, export_onnx, quantize_student
 from peers import bench_peers, peers_environment
 from swap import bench_swap
 from synthetic import TYPE, write_student
@@ -82,7 +82,7 @@ def _prepare(artifact: Path, second: Path, *, onnx_dir: Path, layers: int) -> Pa
     artifact.parent.mkdir(parents=True, exist_ok=True)
     write_student(artifact, layers=layers, seed=0)
     write_student(second, layers=layers, seed=1)
-    prepare_int8(artifact)
+    quantize_student(artifact)
     python = peers_environment(artifact.parent / "peers")
     export_onnx(artifact, onnx_dir, peers_python=python)
     return python

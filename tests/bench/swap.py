@@ -24,7 +24,7 @@ from synthetic import make_texts
 
 from services.api.serving.errors import PredictionError
 from services.api.serving.predictor import Predictor
-from services.api.serving.promotion import Promoted
+from services.api.serving.promotion import Promotion
 from services.api.serving.settings import EngineChoice, ServingSettings
 
 CLIENTS = 2
@@ -72,7 +72,7 @@ def bench_swap(first: Path, second: Path, *, swaps: int) -> dict[str, Any]:
 
 
 async def _swap(artifacts: list[Path], swaps: int) -> dict[str, Any]:
-    promoted = [Promoted("prm_0", "default", "mdl_0", "bench", "v0", artifacts[0])]
+    promoted = [Promotion("prm_0", "default", "mdl_0", "bench", "v0", artifacts[0])]
     threads = max(1, len(os.sched_getaffinity(0)) - 1)
     settings = ServingSettings(
         lanes=1, threads=threads, batch_tokens=256, engine=EngineChoice.PACKED
@@ -95,7 +95,7 @@ async def _swap(artifacts: list[Path], swaps: int) -> dict[str, Any]:
         name = f"v{turn}"
         directory = artifacts[turn % len(artifacts)]
         promoted.insert(
-            0, Promoted(f"prm_{turn}", "default", f"mdl_{turn}", "bench", name, directory)
+            0, Promotion(f"prm_{turn}", "default", f"mdl_{turn}", "bench", name, directory)
         )
         while predictor.active() is former:
             peak = max(peak, _memory().anonymous)

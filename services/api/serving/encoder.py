@@ -1,4 +1,4 @@
-"""From text to tokens, as in training, off the event loop where the text is long."""
+"""Tokenisation, identical to that of training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from tokenizers import Tokenizer
 
 from services.api.serving.errors import TextTooLong, UnusableText
 
-# A token of the longest kind in common vocabularies (Qwen, Llama) spans up to 128 spaces; a text
-# that is longer than so many characters a token cannot fit, whatever it says.
+# The maximum length where heads.json does not record that of training.
+DEFAULT_MAX_LENGTH = 512
+
+# The longest tokens in common vocabularies (Qwen, Llama) are 128 spaces; a text with more characters per
+# token than that cannot fit, whatever its content.
 MAX_CHARACTERS_PER_TOKEN = 128
 
 
@@ -24,7 +27,7 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Turns texts into tokens."""
+    """Converts texts to tokens."""
 
     def encode(self, texts: Sequence[str], *, truncate: bool) -> list[Encoded]:
         """Return the tokens of each text. Raises TextTooLong, UnusableText."""
@@ -32,39 +35,39 @@ class Encoder(Protocol):
 
 
 class TokenizerEncoder:
-    """Encodes with the student's own tokenizer. Safe to use from several threads."""
+    """Encodes with the student's tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer_json: str, *, max_length: int) -> None:
         self._max_length = max_length
-        self._whole = Tokenizer.from_str(tokenizer_json)
-        self._whole.no_padding()
-        self._whole.no_truncation()
-        self._cut = Tokenizer.from_str(tokenizer_json)
-        self._cut.no_padding()
-        self._cut.enable_truncation(max_length)
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._truncating_tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._truncating_tokenizer.no_padding()
+        self._truncating_tokenizer.enable_truncation(max_length)
 
     def encode(self, texts: Sequence[str], *, truncate: bool) -> list[Encoded]:
         """Return the tokens of each text. Raises TextTooLong, UnusableText."""
-        # What lies behind the window cannot change the tokens that are kept, and five megabytes of
-        # it would cost a second of a core.
+        # Characters beyond the window cannot change the tokens that are kept, and tokenising five
+        # megabytes of them would take a core one second.
         window = (self._max_length + 1) * MAX_CHARACTERS_PER_TOKEN
-        seen = [text[:window] if len(text) > window else text for text in texts]
-        for index, text in enumerate(seen):
+        visible = [text[:window] if len(text) > window else text for text in texts]
+        for index, text in enumerate(visible):
             if not _is_unicode(text):
-                raise UnusableText(index, "holds a lone surrogate, which is not valid Unicode")
-        # encode_batch_fast lets other threads run (encode does not: a long text held them up for 50 ms),
-        # and leaves out the offsets that nobody reads.
-        encodings = self._whole.encode_batch_fast(seen)
+                raise UnusableText(index, "has a lone surrogate, which is not valid Unicode")
+        # encode_batch_fast releases the GIL (encode does not: a long text blocked other threads for
+        # 50 ms) and skips the offsets, which are not used.
+        encodings = self._tokenizer.encode_batch_fast(visible)
         result = []
         for index, encoding in enumerate(encodings):
             tokens = encoding.ids
             if not tokens:
-                raise UnusableText(index, "is empty: no token is left of it")
+                raise UnusableText(index, "is empty: it has no tokens")
             truncated = len(tokens) > self._max_length or len(texts[index]) > window
             if truncated and not truncate:
                 raise TextTooLong(index, len(tokens), self._max_length)
             if len(tokens) > self._max_length:
-                tokens = self._cut.encode_batch_fast([seen[index]])[0].ids
+                tokens = self._truncating_tokenizer.encode_batch_fast([visible[index]])[0].ids
             result.append(Encoded(tokens, truncated))
         return result
 

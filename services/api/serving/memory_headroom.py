@@ -1,4 +1,4 @@
-"""Whether memory holds another student beside those that serve. Torch-free."""
+"""Whether there is enough memory to load another student next to those that serve. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,53 +10,56 @@ from services.api.serving.promotion import StudentRefused
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.memory.architecture.safetensors_headers import read_header
 
-# Anonymous memory at the peak of loading beside a student that serves, over the size of the weights in
-# the type they serve in: 1.14 in float32 from bfloat16 files, with what `memory.trim` gives back
-# meanwhile (Qwen3-0.6B shape, torch 2.13, Linux).
-PEAK_OVER_SERVED = 1.25
-# The same of preparing for 8 bits, over the weights in float32: 1.32.
-PREPARING_OVER_FLOAT32 = 1.4
+# Peak anonymous memory while loading, over the size of the weights in their serving dtype. Measured
+# with `malloc.trim_heap` between blocks: 1.14 in float32 from bfloat16 files (Qwen3-0.6B shape,
+# torch 2.13, Linux).
+LOADING_PEAK_RATIO = 1.25
+# The same for quantizing to 8 bits, over the weights in float32: 1.32.
+QUANTIZING_PEAK_RATIO = 1.4
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def check_memory(
+def check_headroom(
     directory: Path, settings: ServingSettings, *, available: int | None = None
 ) -> None:
-    """Raise StudentRefused (transient) where loading `directory` might exhaust the host's memory.
+    """Raise StudentRefused (transient) if loading `directory` might exhaust the host's memory.
 
-    `available` bytes are those of the machine if left out.
+    `available` defaults to `available_bytes()`.
     """
-    served = served_bytes(directory, bytes_per_weight=bytes_per_weight(settings))
-    needed = int(served * PEAK_OVER_SERVED) + settings.memory_reserve_bytes
+    weights = serving_bytes(directory, bytes_per_weight=bytes_per_weight(settings))
+    needed = int(weights * LOADING_PEAK_RATIO) + settings.memory_reserve_bytes
     if available is None:
         available = available_bytes()
     if needed > available:
         raise StudentRefused(
-            f"Loading needs about {needed >> 20} MiB (the weights as they serve, {served >> 20} MiB, "
-            f"{PEAK_OVER_SERVED} times, and {settings.memory_reserve_bytes >> 20} MiB in reserve); "
+            f"Loading needs about {needed >> 20} MiB ({LOADING_PEAK_RATIO} times the weights, "
+            f"{weights >> 20} MiB, plus a reserve of {settings.memory_reserve_bytes >> 20} MiB); "
             f"{available >> 20} MiB are available.",
             transient=True,
         )
 
 
-def memory_to_prepare(directory: Path, settings: ServingSettings) -> int:
-    """Return the bytes that must be free for `directory` to be prepared for 8-bit serving."""
-    weights = served_bytes(directory, bytes_per_weight=4)
-    return int(weights * PREPARING_OVER_FLOAT32) + settings.memory_reserve_bytes
+def bytes_to_quantize(directory: Path, settings: ServingSettings) -> int:
+    """Return the bytes that must be available to quantize the artifact in `directory`."""
+    weights = serving_bytes(directory, bytes_per_weight=4)
+    return int(weights * QUANTIZING_PEAK_RATIO) + settings.memory_reserve_bytes
 
 
-def served_bytes(directory: Path, *, bytes_per_weight: int) -> int:
-    """Return the size of an artifact's weights in the type they serve in; 0 without weights."""
-    weights = sum(map(_count_weights, directory.glob("*.safetensors")))
-    return weights * bytes_per_weight
+def serving_bytes(directory: Path, *, bytes_per_weight: int) -> int:
+    """Return the size of an artifact's weights in their serving dtype; 0 without weights."""
+    headers = [read_header(file) for file in directory.glob("*.safetensors")]
+    num_weights = sum(
+        tensor.num_elements for header in headers for tensor in header.tensors.values()
+    )
+    return num_weights * bytes_per_weight
 
 
 def bytes_per_weight(settings: ServingSettings) -> int:
-    """Return 2 for students that serve in bfloat16 and 4 for float32.
+    """Return 2 if students serve in bfloat16 and 4 if in float32.
 
-    An accelerator under `auto` counts as the processor: without torch nobody knows that it is there.
+    With the device `auto` an accelerator is not considered, since detecting one needs torch.
     """
     if settings.dtype is ServingDtype.AUTO:
         return 2 if settings.device.startswith("cuda") or bf16_is_faster() else 4
@@ -64,32 +67,28 @@ def bytes_per_weight(settings: ServingSettings) -> int:
 
 
 def bf16_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
-    """Say whether the processor multiplies bfloat16 faster than float32: with AMX, or AMD's AVX512_BF16.
+    """Return whether the CPU multiplies bfloat16 faster than float32: with AMX, or AMD's AVX512_BF16.
 
-    Intel's AVX512_BF16 without AMX, as guests see it whose host hides AMX, does not: products of 64 to
-    512 tokens ran at 0.52 to 0.58 of float32's speed (Emerald Rapids, torch 2.13).
+    Intel's AVX512_BF16 without AMX (on guests whose host hides AMX) is slower: products of 64 to 512
+    tokens ran at 0.52 to 0.58 of the float32 speed (Emerald Rapids, torch 2.13).
     """
     if not cpuinfo.exists():
         return False
-    told = cpuinfo.read_text()
-    return "amx_bf16" in told or ("avx512_bf16" in told and "AuthenticAMD" in told)
+    text = cpuinfo.read_text()
+    return "amx_bf16" in text or ("avx512_bf16" in text and "AuthenticAMD" in text)
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return what a process may still take: of the machine or of its container, the smaller."""
+    """Return the memory still available to this process: the machine's or its container's, if smaller."""
     available = int(psutil.virtual_memory().available)
-    limit, used = _read(cgroup / "memory.max"), _read(cgroup / "memory.current")
+    limit, used = _read_bytes(cgroup / "memory.max"), _read_bytes(cgroup / "memory.current")
     if limit is None or used is None:
         return available
-    # The kernel takes cached files back before it kills anybody.
-    return min(available, max(0, limit - used + _cached_files(cgroup / "memory.stat")))
+    # The kernel reclaims cached files before it kills a process.
+    return min(available, max(0, limit - used + _reclaimable_bytes(cgroup / "memory.stat")))
 
 
-def _count_weights(file: Path) -> int:
-    return sum(tensor.num_elements for tensor in read_header(file).tensors.values())
-
-
-def _cached_files(stat: Path) -> int:
+def _reclaimable_bytes(stat: Path) -> int:
     try:
         lines = stat.read_text().splitlines()
     except OSError:
@@ -97,7 +96,7 @@ def _cached_files(stat: Path) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
-def _read(path: Path) -> int | None:
+def _read_bytes(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a student says about one text, and how its logits become scores.
+"""Predictions, and the conversion of logits to scores.
 
 N texts, C labels of a head.
 """
@@ -21,7 +21,7 @@ FloatArray = NDArray[np.float32]
 class Score(NamedTuple):
     """One label of one head; `score` is a probability.
 
-    `predicted` says whether a multi-label head answers the label; a single-label one, its first.
+    `predicted` is set for multi-label heads only; a single-label head predicts its first label.
     """
 
     label: str
@@ -40,7 +40,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one text: the scores of each head, the highest first."""
+    """The answer for one text: the scores of each head, highest first."""
 
     scores: dict[str, list[Score]]
     tokens: int
@@ -52,22 +52,22 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was fitted on held-out texts after training; nothing where it was not."""
+    """Temperatures and thresholds fitted on held-out texts after training; empty if none were."""
 
     temperature: Mapping[str, float] = field(default_factory=dict)  # head -> divisor of the logits
-    # head -> label -> the probability above which a multi-label head answers it; 0.5 without
+    # head -> label -> the probability above which a multi-label head predicts it, 0.5 by default
     thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
-def read_scores(
+def score_logits(
     heads: Sequence[Head], calibration: Calibration, logits: Mapping[str, FloatArray]
 ) -> list[dict[str, list[Score]]]:
-    """Turn logits [N, C] per head into N mappings from head to scores, the highest first.
+    """Convert logits [N, C] per head to N mappings from head to scores, highest first.
 
-    Softmax for single-label heads, sigmoid for multi-label ones. Raises EngineFailed where a logit
-    is not a finite number.
+    Softmax for single-label heads, sigmoid for multi-label ones. Raises EngineFailed if a logit is
+    not finite.
     """
-    columns = [_read_head(head, calibration, logits[head.name]) for head in heads]
+    columns = [_score_head(head, calibration, logits[head.name]) for head in heads]
     names = [head.name for head in heads]
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -76,7 +76,7 @@ def probabilities(kind: HeadType, logits: FloatArray, temperature: float = 1.0) 
     """Return the probabilities [N, C] of logits [N, C]."""
     scaled = logits / np.float32(temperature)
     if kind is HeadType.MULTI_LABEL:
-        # Through tanh, because exp(-x) overflows for very negative logits.
+        # Computed with tanh, because exp(-x) overflows for very negative logits.
         sigmoid: FloatArray = 0.5 * (1.0 + np.tanh(0.5 * scaled))
         return sigmoid
     exponent = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
@@ -84,23 +84,25 @@ def probabilities(kind: HeadType, logits: FloatArray, temperature: float = 1.0) 
     return softmax
 
 
-def _read_head(head: Head, calibration: Calibration, logits: FloatArray) -> list[list[Score]]:
+def _score_head(head: Head, calibration: Calibration, logits: FloatArray) -> list[list[Score]]:
     if not np.isfinite(logits).all():
-        raise EngineFailed(f"The head {head.name!r} answered with logits that are not finite.")
-    chances = probabilities(head.type, logits, calibration.temperature.get(head.name, 1.0))
+        raise EngineFailed(
+            f"The engine returned logits for head {head.name!r} that are not finite."
+        )
+    probs = probabilities(head.type, logits, calibration.temperature.get(head.name, 1.0))
     order = np.argsort(-logits, axis=-1, kind="stable")
-    rows = zip(order.tolist(), chances.tolist(), logits.tolist(), strict=True)
+    rows = zip(order.tolist(), probs.tolist(), logits.tolist(), strict=True)
     if head.type is HeadType.SINGLE_LABEL:
         return [
-            [Score(head.labels[label], chance[label], logit[label]) for label in labels]
-            for labels, chance, logit in rows
+            [Score(head.labels[label], prob[label], logit[label]) for label in labels]
+            for labels, prob, logit in rows
         ]
     fitted = calibration.thresholds.get(head.name, {})
-    least = [fitted.get(label, 0.5) for label in head.labels]
+    thresholds = [fitted.get(label, 0.5) for label in head.labels]
     return [
         [
-            Score(head.labels[label], chance[label], logit[label], chance[label] > least[label])
+            Score(head.labels[label], prob[label], logit[label], prob[label] > thresholds[label])
             for label in labels
         ]
-        for labels, chance, logit in rows
+        for labels, prob, logit in rows
     ]

@@ -1,7 +1,7 @@
-"""The serving room as one part: what `services/api/main.py` starts, stops and asks.
+"""The predictor: all parts of serving, assembled for `services/api/main.py`.
 
-Torch is loaded by the follower's thread, with the first promoted student, and never before: an API
-without a student costs 60 MiB instead of 400.
+Torch is imported by the watcher's thread with the first promoted student, and never before: an API
+without a student takes 60 MiB of memory instead of 400.
 """
 
 from __future__ import annotations
@@ -13,107 +13,107 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry
 
-from services.api.serving.active_models import ActiveStudent, Slot
+from services.api.serving.active_models import ActiveModel, ActiveModels
 from services.api.serving.batching.batcher import Batcher
 from services.api.serving.batching.shadow import Shadow
-from services.api.serving.engines.malloc import bound_caches
-from services.api.serving.engines.throttle import aside
-from services.api.serving.memory_headroom import check_memory
-from services.api.serving.metrics import Measures
+from services.api.serving.engines.malloc import limit_kernel_caches
+from services.api.serving.engines.throttle import throttled
+from services.api.serving.memory_headroom import check_headroom
+from services.api.serving.metrics import ServingMetrics
 from services.api.serving.prediction import Prediction
-from services.api.serving.promotion import NoReports, Promoted, Reports
-from services.api.serving.quantization.background import Preparer
-from services.api.serving.quantization.record import gate_of, read_prepared
-from services.api.serving.rollout.promotion_watcher import Follower
+from services.api.serving.promotion import NullListener, Promotion, RolloutListener
+from services.api.serving.quantization.background import BackgroundQuantizer
+from services.api.serving.quantization.record import read_quantization_record
+from services.api.serving.rollout.promotion_watcher import PromotionWatcher
 from services.api.serving.settings import ServingSettings
 
-# The one door to torch. Named here and not imported, so that it opens when a student is promoted.
-ENGINES = "services.api.serving.rollout.model_loader"
+# Imports torch, so it is imported by name when the first student is loaded.
+MODEL_LOADER = "services.api.serving.rollout.model_loader"
 
 
 class Predictor:
-    """Slot, batcher, follower, preparer and shadow, joined."""
+    """Answers texts with the promoted students and follows their promotions."""
 
     def __init__(
         self,
         settings: ServingSettings | None = None,
         *,
-        promotions: Callable[[], Sequence[Promoted]],
+        promotions: Callable[[], Sequence[Promotion]],
         registry: CollectorRegistry | None = None,
-        reports: Reports | None = None,
+        listener: RolloutListener | None = None,
     ) -> None:
         self.settings = settings or ServingSettings()
-        self.slot = Slot()
-        self._measures = Measures(registry)
-        self._reports = reports or NoReports()
-        self.batcher = Batcher(self.slot, self.settings, measures=self._measures)
-        self._follower = Follower(
-            self.slot,
+        self.active_models = ActiveModels()
+        metrics = ServingMetrics(registry)
+        self._listener = listener or NullListener()
+        self._batcher = Batcher(self.active_models, self.settings, metrics=metrics)
+        self._watcher = PromotionWatcher(
+            self.active_models,
             promotions=promotions,
             load=self._load,
             poll_seconds=self.settings.poll_seconds,
-            measures=self._measures,
-            reports=self._reports,
-            on_swapped=self._swapped,
+            metrics=metrics,
+            listener=self._listener,
+            on_swapped=self._handle_swapped,
         )
-        self._preparer = Preparer(self.settings, on_prepared=self._prepared)
-        self._shadow = Shadow(self.slot, self.batcher, self.settings, measures=self._measures)
+        self._quantizer = BackgroundQuantizer(self.settings, on_quantized=self._handle_quantized)
+        self._shadow = Shadow(self.active_models, self._batcher, self.settings, metrics=metrics)
 
     def start(self) -> None:
-        """Begin to follow the promotions."""
+        """Start watching promotions."""
         # Several tokenising threads would compete with the lanes for the same cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        bound_caches()
-        self._preparer.start()
-        self._follower.start()
+        limit_kernel_caches()
+        self._quantizer.start()
+        self._watcher.start()
 
     async def stop(self) -> None:
-        """Stop following, and let go of the students."""
-        await asyncio.to_thread(self._preparer.stop)
-        await asyncio.to_thread(self._follower.stop)
-        await self._shadow.settle()
-        await asyncio.to_thread(self.batcher.close)
-        for alias in self.slot.aliases():
-            self.slot.swap(alias, None)
+        """Stop watching, and close the active models."""
+        await asyncio.to_thread(self._quantizer.stop)
+        await asyncio.to_thread(self._watcher.stop)
+        await self._shadow.drain()
+        await asyncio.to_thread(self._batcher.close)
+        for alias in self.active_models.aliases():
+            self.active_models.swap(alias, None)
 
-    def active(self, alias: str = "default") -> ActiveStudent | None:
-        """Return the student that serves `alias` now."""
-        return self.slot.active(alias)
+    def active(self, alias: str = "default") -> ActiveModel | None:
+        """Return the model that serves `alias` now."""
+        return self.active_models.get(alias)
 
     def aliases(self) -> Sequence[str]:
         """Return the aliases that are served now."""
-        return self.slot.aliases()
+        return self.active_models.aliases()
 
     async def predict(
         self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
     ) -> list[Prediction]:
-        """Return one prediction a text; see `Batcher.predict` for what it raises."""
-        predictions = await self.batcher.predict(texts, truncate=truncate, alias=alias)
-        self._shadow.follow(texts, predictions, truncate=truncate, alias=alias)
+        """Return one prediction per text; raises what `Batcher.predict` raises."""
+        predictions = await self._batcher.predict(texts, truncate=truncate, alias=alias)
+        self._shadow.mirror(texts, predictions, truncate=truncate, alias=alias)
         return predictions
 
-    def _swapped(self, promoted: Promoted) -> None:
-        self._report_gate(promoted)  # it may have been prepared by hand
-        self._preparer.consider(promoted)
+    def _handle_swapped(self, promotion: Promotion) -> None:
+        self._report_gate(promotion)  # it may have been quantized by hand
+        self._quantizer.submit(promotion)
 
-    def _prepared(self, promoted: Promoted) -> None:
-        if self._report_gate(promoted):
-            self._follower.reload(promoted.model_id)
+    def _handle_quantized(self, promotion: Promotion) -> None:
+        if self._report_gate(promotion):
+            self._watcher.reload(promotion.model_id)
 
-    def _report_gate(self, promoted: Promoted) -> bool:
-        """Tell what the gate says of 8 bits, and return whether it lets them serve."""
-        prepared = read_prepared(promoted.directory)
-        if prepared is None:
+    def _report_gate(self, promotion: Promotion) -> bool:
+        """Report the int8 gate's decision, if there is one, and return whether it passed."""
+        record = read_quantization_record(promotion.directory)
+        if record is None:
             return False
-        self._reports.prepared(promoted, gate_of(prepared))
-        return prepared.passed
+        self._listener.on_int8_gate(promotion, record.gate())
+        return record.passed
 
-    def _load(self, promoted: Promoted) -> ActiveStudent:
-        check_memory(promoted.directory, self.settings)
-        loading = importlib.import_module(ENGINES)
-        active = [self.slot.active(alias) for alias in self.slot.aliases()]
-        with aside(lambda: self.batcher.queue_tokens > 0):
-            student: ActiveStudent = loading.load_student(
-                promoted, self.settings, serving=[each for each in active if each is not None]
+    def _load(self, promotion: Promotion) -> ActiveModel:
+        check_headroom(promotion.directory, self.settings)
+        loader = importlib.import_module(MODEL_LOADER)
+        active = [self.active_models.get(alias) for alias in self.active_models.aliases()]
+        with throttled(lambda: self._batcher.queue_tokens > 0):
+            model: ActiveModel = loader.load_student(
+                promotion, self.settings, serving=[each for each in active if each is not None]
             )
-        return student
+        return model

@@ -1,4 +1,4 @@
-"""A promotion as the serving room sees it, and why a student may be refused. Torch-free."""
+"""A promotion as serving sees it, and who is notified about its rollout. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from services.shared.jobs.gates import Int8Gate
 
 
 @dataclass(frozen=True)
-class Promoted:
-    """From this promotion on, `alias` is meant to serve the artifact in `directory`."""
+class Promotion:
+    """The decision that `alias` should serve the artifact in `directory` from now on."""
 
     promotion_id: str
     alias: str
@@ -19,41 +19,41 @@ class Promoted:
     name: str
     version: str
     directory: Path
-    dataset_dir: Path | None = None  # whose held-out texts an 8-bit engine is compared on
+    dataset_dir: Path | None = None  # its held-out texts decide whether int8 may serve
 
 
-class Reports(Protocol):
-    """Who is told what became of promotions. Called by several threads; nothing is waited for."""
+class RolloutListener(Protocol):
+    """Receives the outcome of promotions, from several threads; must not block."""
 
-    def served(self, promoted: Promoted, *, engine: str) -> None:
-        """Hear that the promoted student serves."""
+    def on_served(self, promotion: Promotion, *, engine: str) -> None:
+        """Handle a promotion whose model now serves."""
         ...
 
-    def refused(self, promoted: Promoted, why: str, *, transient: bool) -> None:
-        """Hear that it may not serve, or not now."""
+    def on_refused(self, promotion: Promotion, reason: str, *, transient: bool) -> None:
+        """Handle a promotion whose model may not serve, or not yet if `transient`."""
         ...
 
-    def prepared(self, promoted: Promoted, gate: Int8Gate) -> None:
-        """Hear whether it may serve in 8 bits."""
+    def on_int8_gate(self, promotion: Promotion, gate: Int8Gate) -> None:
+        """Handle the decision whether a model may serve in 8 bits."""
         ...
 
 
-class NoReports:
-    """Tells nobody."""
+class NullListener:
+    """Ignores every notification."""
 
-    def served(self, promoted: Promoted, *, engine: str) -> None:
-        """Keep it to oneself."""
+    def on_served(self, promotion: Promotion, *, engine: str) -> None:
+        """Do nothing."""
 
-    def refused(self, promoted: Promoted, why: str, *, transient: bool) -> None:
-        """Keep it to oneself."""
+    def on_refused(self, promotion: Promotion, reason: str, *, transient: bool) -> None:
+        """Do nothing."""
 
-    def prepared(self, promoted: Promoted, gate: Int8Gate) -> None:
-        """Keep it to oneself."""
+    def on_int8_gate(self, promotion: Promotion, gate: Int8Gate) -> None:
+        """Do nothing."""
 
 
 class StudentRefused(Exception):
-    """A promoted student may not serve; the former one goes on serving."""
+    """A promoted student may not serve; the previous one keeps serving."""
 
     def __init__(self, message: str, *, transient: bool = False) -> None:
         super().__init__(message)
-        self.transient = transient  # worth another try later, for example when memory is short
+        self.transient = transient  # worth a retry later, for example when memory is short

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from services.api.serving.active_models import ActiveStudent
+from services.api.serving.active_models import ActiveModel
 from services.api.serving.encoder import Encoded
 from services.api.serving.errors import TextTooLong
 from services.api.serving.prediction import FloatArray
@@ -53,7 +53,7 @@ class CountingEngine:
     """Answers `tone` with (number of tokens, first token); remembers the batches and can be held up."""
 
     kind = "counting"
-    on_processor = True
+    runs_on_cpu = True
 
     def __init__(self, on_run: Callable[[], None] | None = None) -> None:
         self.batches: list[list[list[int]]] = []
@@ -85,8 +85,8 @@ class CountingEngine:
 
 def make_student(
     engine: CountingEngine | None = None, *, version: str = "v1", max_length: int = 32
-) -> ActiveStudent:
-    return ActiveStudent(
+) -> ActiveModel:
+    return ActiveModel(
         name="student",
         version=version,
         model_id=f"mdl_{version}",
@@ -104,7 +104,7 @@ def new_engine() -> type[CountingEngine]:
 
 
 @pytest.fixture
-def new_student() -> Callable[..., ActiveStudent]:
+def new_student() -> Callable[..., ActiveModel]:
     """Make students without a model."""
     return make_student
 

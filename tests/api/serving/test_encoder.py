@@ -62,7 +62,7 @@ def test_megabytes_are_cut_before_they_are_tokenised(encoder: TokenizerEncoder) 
 
 
 def test_half_a_surrogate_pair_is_no_text(encoder: TokenizerEncoder) -> None:
-    with pytest.raises(UnusableText, match="Text 1 holds a lone surrogate"):
+    with pytest.raises(UnusableText, match="Text 1 has a lone surrogate"):
         encoder.encode(["fine", "\ud83d"], truncate=True)
 
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from services.api.serving.memory_headroom import (
-    PEAK_OVER_SERVED,
+    LOADING_PEAK_RATIO,
     available_bytes,
     bf16_is_faster,
     bytes_per_weight,
-    check_memory,
-    served_bytes,
+    check_headroom,
+    serving_bytes,
 )
 from services.api.serving.promotion import StudentRefused
 from services.api.serving.settings import ServingDtype, ServingSettings
@@ -39,11 +39,11 @@ def test_weights_count_in_the_type_they_serve_in(
 ) -> None:
     settings = ServingSettings(dtype=dtype, memory_reserve_bytes=7 * MIB)
     assert bytes_per_weight(settings) == size
-    assert served_bytes(artifact, bytes_per_weight=size) == WEIGHTS * size
-    enough = int(WEIGHTS * size * PEAK_OVER_SERVED) + 7 * MIB
-    check_memory(artifact, settings, available=enough)
+    assert serving_bytes(artifact, bytes_per_weight=size) == WEIGHTS * size
+    enough = int(WEIGHTS * size * LOADING_PEAK_RATIO) + 7 * MIB
+    check_headroom(artifact, settings, available=enough)
     with pytest.raises(StudentRefused, match=f"{WEIGHTS * size // MIB} MiB") as refused:
-        check_memory(artifact, settings, available=enough - 1)
+        check_headroom(artifact, settings, available=enough - 1)
     assert refused.value.transient
 
 
@@ -88,4 +88,4 @@ def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
 def test_what_is_no_safetensors_file_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match="not a safetensors file"):
-        served_bytes(tmp_path, bytes_per_weight=2)
+        serving_bytes(tmp_path, bytes_per_weight=2)

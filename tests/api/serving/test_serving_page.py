@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from services.api.serving.metrics import Measures
+from services.api.serving.metrics import ServingMetrics
 from services.api.serving.settings import ServingSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -18,7 +18,7 @@ def test_every_setting_stands_on_the_page_and_no_other() -> None:
 
 def test_every_metric_stands_on_the_page() -> None:
     registry = CollectorRegistry()
-    Measures(registry)
+    ServingMetrics(registry)
     for metric in registry.collect():
         name = metric.name.removeprefix("stillhouse_serving")
         suffix = "_total" if metric.type == "counter" else ""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.api.serving.predictor import Predictor
-from services.api.serving.promotion import Promoted
+from services.api.serving.promotion import Promotion
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.datasets.card import Head
 from services.shared.files.hashing import file_sha256
@@ -63,7 +63,7 @@ def fitted(new_artifact: Callable[..., Path]) -> tuple[Path, Calibration]:
 
 @pytest.fixture
 def client(offline: Any, fitted: tuple[Path, Calibration]) -> Any:
-    promoted = Promoted("prm_1", "default", "mdl_1", "reviews", "mdl_1", fitted[0])
+    promoted = Promotion("prm_1", "default", "mdl_1", "reviews", "mdl_1", fitted[0])
     offline.predictor = predictor = Predictor(SETTINGS, promotions=lambda: [promoted])
     with offline.client() as client:
         predictor.start()

@@ -1,74 +1,75 @@
-"""Lets a second student answer a share of the traffic too, and counts how often it agrees. Torch-free."""
+"""Shadow traffic: a second model answers a share of the requests, and agreement is counted. Torch-free."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
-from services.api.serving.active_models import ActiveStudent, Slot
+from services.api.serving.active_models import ActiveModel, ActiveModels
 from services.api.serving.batching.batcher import Batcher
 from services.api.serving.errors import PredictionError
-from services.api.serving.metrics import Measures
+from services.api.serving.metrics import ServingMetrics
 from services.api.serving.prediction import Prediction, Score
 from services.api.serving.settings import ServingSettings
 from services.shared.datasets.card import HeadType
 
 
 class Shadow:
-    """Asks the shadow student after the answer is given; nobody waits for it."""
+    """Sends requests to the shadow model after they were answered, without delaying the answer."""
 
     def __init__(
-        self, slot: Slot, batcher: Batcher, settings: ServingSettings, *, measures: Measures
+        self,
+        active_models: ActiveModels,
+        batcher: Batcher,
+        settings: ServingSettings,
+        *,
+        metrics: ServingMetrics,
     ) -> None:
-        self._slot = slot
+        self._active_models = active_models
         self._batcher = batcher
         self._settings = settings
-        self._measures = measures
-        self._due = 0.0
+        self._metrics = metrics
+        self._credit = 0.0  # a request is mirrored whenever this reaches 1
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def follow(
+    def mirror(
         self, texts: Sequence[str], answers: Sequence[Prediction], *, truncate: bool, alias: str
     ) -> None:
-        """Let the shadow answer this request too, if it is its turn and the queue has room."""
-        shadow = self._settings.shadow_alias
-        student = self._slot.active(shadow)
-        if alias == shadow or student is None or self._settings.shadow_share == 0:
+        """Send a request to the shadow model if it falls into the share and the queue is short."""
+        shadow_alias = self._settings.shadow_alias
+        shadow = self._active_models.get(shadow_alias)
+        if alias == shadow_alias or shadow is None or self._settings.shadow_share == 0:
             return
-        self._due += self._settings.shadow_share
-        if self._due < 1:
+        self._credit += self._settings.shadow_share
+        if self._credit < 1:
             return
-        self._due -= 1
+        self._credit -= 1
         if self._batcher.queue_tokens > self._settings.batch_tokens:
-            return  # real requests come first
-        task = asyncio.ensure_future(self._compare(list(texts), answers, student, truncate))
+            return  # client requests have priority
+        task = asyncio.ensure_future(self._compare(list(texts), answers, shadow, truncate))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def settle(self) -> None:
-        """Wait for the comparisons under way."""
+    async def drain(self) -> None:
+        """Wait for the comparisons in progress."""
         await asyncio.gather(*self._tasks)
 
     async def _compare(
-        self,
-        texts: list[str],
-        answers: Sequence[Prediction],
-        student: ActiveStudent,
-        truncate: bool,
+        self, texts: list[str], answers: Sequence[Prediction], shadow: ActiveModel, truncate: bool
     ) -> None:
         try:
-            shadows = await self._batcher.predict(
+            shadow_answers = await self._batcher.predict(
                 texts, truncate=truncate, alias=self._settings.shadow_alias
             )
         except PredictionError:
-            return  # counted where it was raised; the real request has its answer
-        for head in student.heads:
-            for answer, shadow in zip(answers, shadows, strict=True):
-                if head.name in answer.scores and head.name in shadow.scores:
+            return  # counted where it was raised; the client has its answer
+        for head in shadow.heads:
+            for answer, other in zip(answers, shadow_answers, strict=True):
+                if head.name in answer.scores and head.name in other.scores:
                     agrees = _decision(head.type, answer.scores[head.name]) == _decision(
-                        head.type, shadow.scores[head.name]
+                        head.type, other.scores[head.name]
                     )
-                    self._measures.shadowed.labels(head.name, str(agrees).lower()).inc()
+                    self._metrics.shadow_answers.labels(head.name, str(agrees).lower()).inc()
 
 
 def _decision(kind: HeadType, scores: Sequence[Score]) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""On which device and in which number format a student is served."""
+"""The device and the number format that a student is served in."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import torch
 from services.api.serving.memory_headroom import bf16_is_faster
 from services.api.serving.settings import ServingDtype
 
-# Where heads.json does not say how long the texts of training were.
-DEFAULT_MAX_LENGTH = 512
-
 
 def choose_device(name: str) -> torch.device:
-    """Return the named device; `auto` is the accelerator where there is one."""
+    """Return the named device; `auto` is the accelerator if there is one, else the CPU."""
     if name != "auto":
         return torch.device(name)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def choose_dtype(choice: ServingDtype, device: torch.device) -> torch.dtype:
-    """Return the type to compute in; `auto` is bfloat16 where it is multiplied faster."""
+    """Return the dtype to compute in; `auto` is bfloat16 where the device multiplies it faster."""
     if choice is not ServingDtype.AUTO:
         return torch.float32 if choice is ServingDtype.FLOAT32 else torch.bfloat16
     if device.type == "cuda":

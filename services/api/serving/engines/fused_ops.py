@@ -1,6 +1,6 @@
-"""What happens between the matrix products: small functions, the same for all layers.
+"""The elementwise operations between the matrix products, the same for all layers.
 
-Small enough to compile in seconds where a compiler is at hand; a whole model takes minutes.
+Small enough to be compiled in seconds where there is a compiler; a whole model takes minutes.
 
 Legend: T packed tokens, W width, Q query and key heads together, D head width, M inner width.
 """
@@ -15,54 +15,54 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide each token [T, W] by its root mean square, in float32 inside."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide each token [T, W] by its root mean square, computed in float32, and apply the weight."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
-def add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the sum [T, W] and its norm."""
+def add_rms_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the sum [T, W] and its RMS norm."""
     total = x + update
-    return total, norm(total, weight, eps)
+    return total, rms_norm(total, weight, eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads [T, Q, D] by their position; cos and sin are [T, 1, D]."""
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary position embeddings to heads [T, Q, D]; cos and sin are [T, 1, D]."""
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + turned * sin
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + rotated * sin
 
 
-def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Norm each head [T, Q, D] by itself, weights [Q, D], then rotate it."""
-    return rotate(norm(x, weight, eps), cos, sin)
+def rms_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Normalise each head of [T, Q, D] with weights [Q, D], then apply rotary position embeddings."""
+    return apply_rope(rms_norm(x, weight, eps), cos, sin)
 
 
-def gate(x: Tensor) -> Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """Return silu(first half) * second half: [T, 2 M] -> [T, M]."""
     half = x.shape[-1] // 2
     return F.silu(x[..., :half]) * x[..., half:]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The functions as they are, or compiled."""
+class FusedOps:
+    """The operations, eager by default."""
 
-    norm: Callable[[Tensor, Tensor, float], Tensor] = norm
-    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_norm
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
-    norm_rotate: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] = norm_rotate
-    gate: Callable[[Tensor], Tensor] = gate
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = add_rms_norm
+    apply_rope: Callable[[Tensor, Tensor, Tensor], Tensor] = apply_rope
+    rms_norm_rope: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] = rms_norm_rope
+    swiglu: Callable[[Tensor], Tensor] = swiglu
 
 
-def compiled_pieces() -> Pieces:
-    """Return the pieces compiled for any number of tokens; the first call of each takes a second."""
-    return Pieces(
-        norm=torch.compile(norm, dynamic=True),
-        add_norm=torch.compile(add_norm, dynamic=True),
-        rotate=torch.compile(rotate, dynamic=True),
-        norm_rotate=torch.compile(norm_rotate, dynamic=True),
-        gate=torch.compile(gate, dynamic=True),
+def compiled_ops() -> FusedOps:
+    """Return the operations compiled for any number of tokens; the first call of each takes a second."""
+    return FusedOps(
+        rms_norm=torch.compile(rms_norm, dynamic=True),
+        add_rms_norm=torch.compile(add_rms_norm, dynamic=True),
+        apply_rope=torch.compile(apply_rope, dynamic=True),
+        rms_norm_rope=torch.compile(rms_norm_rope, dynamic=True),
+        swiglu=torch.compile(swiglu, dynamic=True),
     )

@@ -1,9 +1,9 @@
-"""Keeps the process's memory near that of the weights. Torch-free.
+"""Keeps the memory of the process close to the size of the weights. Torch-free.
 
-glibc keeps what was freed for the next allocation of its size. Weights come and go in pieces of many
-sizes, so what it keeps is seldom what is asked for next: laying out a student's weights block by block
-beside one that serves took 4,107 MiB of anonymous memory where the student has 2,274 (Qwen3-0.6B's shape
-in float32), and 2,455 when freed blocks went back at once.
+glibc keeps freed blocks for later allocations of the same size. Weights are allocated and freed in blocks
+of many sizes, so these are seldom reused: converting a student's weights block by block next to one that
+serves took 4,107 MiB of anonymous memory for 2,274 MiB of weights (Qwen3-0.6B's shape in float32), and
+2,455 MiB when freed blocks were returned to the kernel at once.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ import os
 import sys
 from collections.abc import Callable
 
-# oneDNN keeps the code of a product for each number of tokens it met, and torch's layer over it does too,
-# 0.3 MiB each: up to their own limit of 1,024 that makes 440 MiB. A code made anew takes 1 ms,
-# next to nothing beside Qwen3-0.6B's products; a student of 4 layers, 256 wide, took 6.0 ms for a text by
-# itself where it took 4.2 with 1,024.
-_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-_CACHED_PRODUCTS = 128
+# oneDNN caches the code of a matrix product for each number of tokens, and so does torch's layer above
+# it, 0.3 MiB each: 440 MiB up to their default limit of 1,024 entries. Regenerating an entry takes 1 ms,
+# which is negligible next to Qwen3-0.6B's products; a student of 4 layers of width 256 took 6.0 ms for a
+# single text instead of 4.2 with 1,024 entries.
+_CACHE_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_MAX_CACHED_PRODUCTS = 128
 
 
-def bound_caches() -> None:
-    """Bound what torch will keep, unless the environment says otherwise. Before torch is loaded."""
-    for name in _CACHES:
-        os.environ.setdefault(name, str(_CACHED_PRODUCTS))
+def limit_kernel_caches() -> None:
+    """Limit torch's caches, unless the environment sets them. Call before torch is imported."""
+    for name in _CACHE_LIMITS:
+        os.environ.setdefault(name, str(_MAX_CACHED_PRODUCTS))
 
 
-def trim() -> None:
-    """Give back what is free already: some milliseconds, and nothing where the C library has no way."""
-    give_back = _malloc_trim()
-    if give_back is not None:
-        give_back(0)
-
-
-def return_memory() -> None:
-    """Collect garbage, then give back what is free."""
+def collect_and_trim() -> None:
+    """Collect garbage, then return free memory to the kernel."""
     gc.collect()
-    trim()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Return free memory to the kernel: takes milliseconds, and does nothing without glibc."""
+    malloc_trim = _malloc_trim()
+    if malloc_trim is not None:
+        malloc_trim(0)
 
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
     if sys.platform != "linux":
         return None
-    give_back: Callable[[int], int] | None
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
-    return give_back
+    malloc_trim: Callable[[int], int] | None
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+    return malloc_trim

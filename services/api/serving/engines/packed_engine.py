@@ -1,10 +1,10 @@
-"""The packed engine: tokens of all texts in one row, no padding, no mask.
+"""The packed engine: the tokens of all texts concatenated, without padding or masks.
 
-For decoders of the Llama shape (`layout.why_not`): causal attention reads only what lies before,
-so texts packed one after another need no mask as long as attention runs text by text; texts of the
-same length run together. The last layer computes only what the heads read: the last token's state.
+For decoders of the Llama architecture (`packed_weights.unsupported_reason`). Matrix products run over all
+tokens at once; attention runs text by text, with texts of equal length in one call, so no mask is needed.
+The last layer computes only what the heads read: the state of each text's last token.
 
-Legend: N texts, T packed tokens of all texts, L tokens of each text in a run, H hidden size,
+Legend: N texts, T packed tokens of all texts, L tokens of each text in a group, H hidden size,
 A query heads, K key and value heads, D head width.
 """
 
@@ -12,25 +12,210 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.api.serving.engines.fused_ops import Pieces
-from services.api.serving.engines.packed_weights import Backbone, Heads, Layer, Shape
-from services.api.serving.engines.throttle import rest
+from services.api.serving.engines.fused_ops import FusedOps
+from services.api.serving.engines.packed_weights import Backbone, BackboneShape, Heads, Layer
+from services.api.serving.engines.throttle import yield_to_requests
 from services.api.serving.engines.torch_threads import use_threads
 from services.api.serving.prediction import FloatArray
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Let each token attend to itself and those before: q [N, L, A, D], k and v [N, L, K, D] -> q's shape.
+class PackedEngine:
+    """Runs a backbone and its heads over packed texts."""
 
-    torch's own kernel, so that answers are those of the plain forward to the last bit. Three products
-    in bfloat16 take half its time for short texts and are as near to float32, but decide one text in
-    fifty of a random student otherwise.
+    def __init__(
+        self,
+        backbone: Backbone,
+        heads: Heads,
+        *,
+        ops: FusedOps | None = None,
+        kind: str | None = None,
+    ) -> None:
+        self._backbone: Backbone | None = backbone
+        self._heads: Heads = heads
+        self._ops = ops or FusedOps()
+        dtype = str(backbone.dtype).removeprefix("torch.")
+        self.kind = kind or f"packed-{dtype}"
+
+    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, FloatArray]:
+        """Return the logits [N, C] of each head for N non-empty token lists."""
+        use_threads(threads)
+        batch = pack(texts)
+        with torch.inference_mode():
+            states = forward(self.backbone, batch, self._ops)  # [N, H]
+            return {
+                name: _unpack(F.linear(states, weight, bias), batch.order)
+                for name, (weight, bias) in self._heads.items()
+            }
+
+    @property
+    def backbone(self) -> Backbone:
+        """Return the weights. The engine must not be closed."""
+        assert self._backbone is not None, "the engine is closed"
+        return self._backbone
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Return whether the weights are in host memory."""
+        return self.backbone.device.type == "cpu"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the states and of the heads' weights."""
+        return self.backbone.dtype
+
+    def shares_weights_with(self, other: PackedEngine) -> bool:
+        """Return whether both engines run the same backbone."""
+        return self._backbone is not None and self._backbone is other._backbone
+
+    def with_heads(self, heads: Heads) -> PackedEngine:
+        """Return an engine with other heads on the same backbone; either may be closed first."""
+        return PackedEngine(self.backbone, heads, ops=self._ops, kind=self.kind)
+
+    def computed_tokens(self, lengths: Sequence[int]) -> int:
+        """Return how many tokens a batch of texts of these lengths computes: there is no padding."""
+        return sum(lengths)
+
+    def close(self) -> None:
+        """Release the weights."""
+        self._backbone = None
+        self._heads = {}
+
+
+class LengthGroup(NamedTuple):
+    """Adjacent texts of equal length."""
+
+    start: int  # position of the first token
+    num_texts: int
+    length: int  # tokens per text
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """N texts concatenated to T tokens, sorted by length so that equal lengths are adjacent."""
+
+    order: list[int]  # packed position -> index of the text
+    groups: list[LengthGroup]
+    tokens: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    last: NDArray[np.int64]  # [N], the position of each text's last token
+
+
+def pack(texts: Sequence[Sequence[int]]) -> PackedBatch:
+    """Concatenate texts, shortest first."""
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    lengths = np.array([len(texts[index]) for index in order])
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    groups = []
+    first = 0
+    for index in range(1, len(order) + 1):
+        if index == len(order) or lengths[index] != lengths[first]:
+            groups.append(LengthGroup(int(starts[first]), index - first, int(lengths[first])))
+            first = index
+    return PackedBatch(
+        order=order,
+        groups=groups,
+        tokens=np.concatenate([np.asarray(texts[index], np.int64) for index in order]),
+        positions=np.arange(ends[-1]) - np.repeat(starts, lengths),
+        last=ends - 1,
+    )
+
+
+def forward(backbone: Backbone, batch: PackedBatch, ops: FusedOps) -> Tensor:
+    """Return the state [N, H] of each text's last token after the final norm, in packed order."""
+    shape, device = backbone.shape, backbone.device
+    tokens, positions, last = (
+        torch.from_numpy(each).to(device) for each in (batch.tokens, batch.positions, batch.last)
+    )
+    cos, sin = backbone.cos[positions].unsqueeze(1), backbone.sin[positions].unsqueeze(1)
+    state = F.embedding(tokens, backbone.embedding).to(backbone.dtype)  # [T, H]
+    x = ops.rms_norm(state, backbone.layers[0].attention_norm, shape.eps)
+    for number, layer in enumerate(backbone.layers):
+        yield_to_requests()  # only while a student is checked in the background
+        if layer.query is None:
+            attended = _attend(layer, shape, x, cos, sin, batch.groups, ops)
+        else:
+            attended = _attend_last(layer, shape, x, cos, sin, last, batch.groups, ops)
+            state = state[last]
+        state, x = ops.add_rms_norm(state, layer.output(attended), layer.mlp_norm, shape.eps)
+        update = layer.down(ops.swiglu(layer.gate_up(x)))
+        following = backbone.layers[number + 1 : number + 2]
+        weight = following[0].attention_norm if following else backbone.final_norm
+        state, x = ops.add_rms_norm(state, update, weight, shape.eps)
+    return x
+
+
+def _attend(
+    layer: Layer,
+    shape: BackboneShape,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    groups: list[LengthGroup],
+    ops: FusedOps,
+) -> Tensor:
+    """Compute the attention of every token within its text: [T, H] -> [T, A * D]."""
+    num_qk_heads = shape.num_heads + shape.num_kv_heads
+    qkv = layer.query_key_value(x).view(x.shape[0], -1, shape.head_dim)
+    qk = _apply_rope(qkv[:, :num_qk_heads], layer.query_key_norm, shape, cos, sin, ops)
+    q, k, v = qk[:, : shape.num_heads], qk[:, shape.num_heads :], qkv[:, num_qk_heads:]
+    parts = []
+    for start, count, length in groups:
+        rows = slice(start, start + count * length)
+        attended = causal_attention(*(_by_text(each[rows], count) for each in (q, k, v)))
+        parts.append(attended.reshape(count * length, -1))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _attend_last(
+    layer: Layer,
+    shape: BackboneShape,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    last: Tensor,
+    groups: list[LengthGroup],
+    ops: FusedOps,
+) -> Tensor:
+    """Compute the attention of the last token of each text: [T, H] -> [N, A * D]."""
+    assert layer.query is not None
+    kv = layer.query_key_value(x).view(x.shape[0], -1, shape.head_dim)
+    q = layer.query(x[last]).view(last.shape[0], -1, shape.head_dim)
+    weights = layer.query_key_norm
+    q_weight, k_weight = (
+        (None, None)
+        if weights is None
+        else (weights[: shape.num_heads], weights[shape.num_heads :])
+    )
+    q = _apply_rope(q, q_weight, shape, cos[last], sin[last], ops)
+    k = _apply_rope(kv[:, : shape.num_kv_heads], k_weight, shape, cos, sin, ops)
+    v = kv[:, shape.num_kv_heads :]
+    parts = []
+    text = 0
+    for start, count, length in groups:
+        rows = slice(start, start + count * length)
+        attended = last_token_attention(
+            q[text : text + count], _by_text(k[rows], count), _by_text(v[rows], count)
+        )
+        parts.append(attended.reshape(count, -1))
+        text += count
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention: q [N, L, A, D], k and v [N, L, K, D] -> the shape of q.
+
+    Uses torch's kernel, so that results equal those of transformers to the last bit. Three bfloat16
+    products take half its time for short texts and are as close to float32, but change the decision
+    for one text in fifty of a random student.
     """
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -41,8 +226,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ).transpose(1, 2)
 
 
-def from_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Let the last token of each text attend to the whole: q [N, A, D], k and v [N, L, K, D] -> q's shape."""
+def last_token_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute the last token's attention: q [N, A, D], k and v [N, L, K, D] -> the shape of q."""
     return F.scaled_dot_product_attention(
         q.unsqueeze(2),
         k.transpose(1, 2),
@@ -51,191 +236,17 @@ def from_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ).squeeze(2)
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How N texts lie in one row of T tokens: sorted by length, so that equal lengths are neighbours."""
-
-    order: list[int]  # position in the row -> text
-    runs: list[tuple[int, int, int]]  # (first token, texts, tokens a text)
-    tokens: FloatArray  # int64 [T]
-    positions: FloatArray  # int64 [T]
-    last: FloatArray  # int64 [N], where each text's last token lies
-
-
-class PackedEngine:
-    """Runs packed texts through a backbone and its heads."""
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        heads: Heads,
-        *,
-        pieces: Pieces | None = None,
-        kind: str | None = None,
-    ) -> None:
-        self._backbone: Backbone | None = backbone
-        self._heads: Heads = heads
-        self._pieces = pieces or Pieces()
-        dtype = str(backbone.dtype).removeprefix("torch.")
-        self.kind = kind or f"packed-{dtype}"
-
-    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, FloatArray]:
-        """Return the logits [N, C] of each head for N token lists, none of them empty."""
-        assert self._backbone is not None, "the engine is closed"
-        use_threads(threads)
-        packing = pack(texts)
-        with torch.inference_mode():
-            states = forward(self._backbone, packing, self._pieces)  # [N, H]
-            return {
-                name: _unpack(F.linear(states, weight, bias), packing.order)
-                for name, (weight, bias) in self._heads.items()
-            }
-
-    @property
-    def on_processor(self) -> bool:
-        """Say whether the weights lie in the machine's memory."""
-        assert self._backbone is not None, "the engine is closed"
-        return self._backbone.device.type == "cpu"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of the heads' weights."""
-        assert self._backbone is not None, "the engine is closed"
-        return self._backbone.dtype
-
-    def shares_weights_with(self, other: PackedEngine) -> bool:
-        """Say whether both engines run the same backbone."""
-        return self._backbone is not None and self._backbone is other._backbone
-
-    def with_heads(self, heads: Heads) -> PackedEngine:
-        """Return an engine with other heads over the same weights; either may be closed first."""
-        assert self._backbone is not None, "the engine is closed"
-        return PackedEngine(self._backbone, heads, pieces=self._pieces, kind=self.kind)
-
-    def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """Return how many tokens a batch of such texts costs: their own and no others."""
-        return sum(lengths)
-
-    def close(self) -> None:
-        """Let go of the weights."""
-        self._backbone = None
-        self._heads = {}
-
-
-def pack(texts: Sequence[Sequence[int]]) -> Packing:
-    """Lay texts in one row, the shortest first."""
-    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-    lengths = np.array([len(texts[index]) for index in order])
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    runs = []
-    first = 0
-    for index in range(1, len(order) + 1):
-        if index == len(order) or lengths[index] != lengths[first]:
-            runs.append((int(starts[first]), index - first, int(lengths[first])))
-            first = index
-    return Packing(
-        order=order,
-        runs=runs,
-        tokens=np.concatenate([np.asarray(texts[index], np.int64) for index in order]),
-        positions=np.arange(ends[-1]) - np.repeat(starts, lengths),
-        last=ends - 1,
-    )
-
-
-def forward(backbone: Backbone, packing: Packing, pieces: Pieces) -> Tensor:
-    """Return the state [N, H] of each text's last token after the final norm, in packed order."""
-    shape, device = backbone.shape, backbone.device
-    tokens, positions, last = (
-        torch.from_numpy(each).to(device)
-        for each in (packing.tokens, packing.positions, packing.last)
-    )
-    cos, sin = backbone.cos[positions].unsqueeze(1), backbone.sin[positions].unsqueeze(1)
-    state = F.embedding(tokens, backbone.embedding).to(backbone.dtype)  # [T, H]
-    x = pieces.norm(state, backbone.layers[0].attention_norm, shape.eps)
-    for number, layer in enumerate(backbone.layers):
-        rest()  # where a student is tried aside
-        if layer.query is None:
-            mixed = _attend(layer, shape, x, cos, sin, packing.runs, pieces)
-        else:
-            mixed = _attend_last(layer, shape, x, cos, sin, last, packing.runs, pieces)
-            state = state[last]
-        state, x = pieces.add_norm(state, layer.output(mixed), layer.mlp_norm, shape.eps)
-        update = layer.down(pieces.gate(layer.gate_up(x)))
-        following = backbone.layers[number + 1 : number + 2]
-        weight = following[0].attention_norm if following else backbone.final_norm
-        state, x = pieces.add_norm(state, update, weight, shape.eps)
-    return x
-
-
-def _attend(
-    layer: Layer,
-    shape: Shape,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    runs: list[tuple[int, int, int]],
-    pieces: Pieces,
-) -> Tensor:
-    """Let every token attend to those before it in its text: [T, H] -> [T, A * D]."""
-    rotated = shape.num_heads + shape.num_kv_heads
-    qkv = layer.query_key_value(x).view(x.shape[0], -1, shape.head_dim)
-    qk = _turn(qkv[:, :rotated], layer.query_key_norm, shape, cos, sin, pieces)
-    q, k, v = qk[:, : shape.num_heads], qk[:, shape.num_heads :], qkv[:, rotated:]
-    parts = []
-    for start, count, length in runs:
-        rows = slice(start, start + count * length)
-        mixed = causal(*(_by_text(each[rows], count) for each in (q, k, v)))
-        parts.append(mixed.reshape(count * length, -1))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _attend_last(
-    layer: Layer,
-    shape: Shape,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    last: Tensor,
-    runs: list[tuple[int, int, int]],
-    pieces: Pieces,
-) -> Tensor:
-    """Let the last token of each text attend to the whole text: [T, H] -> [N, A * D]."""
-    assert layer.query is not None
-    kv = layer.query_key_value(x).view(x.shape[0], -1, shape.head_dim)
-    q = layer.query(x[last]).view(last.shape[0], -1, shape.head_dim)
-    weights = layer.query_key_norm
-    q_weight, k_weight = (
-        (None, None)
-        if weights is None
-        else (weights[: shape.num_heads], weights[shape.num_heads :])
-    )
-    q = _turn(q, q_weight, shape, cos[last], sin[last], pieces)
-    k = _turn(kv[:, : shape.num_kv_heads], k_weight, shape, cos, sin, pieces)
-    v = kv[:, shape.num_kv_heads :]
-    parts = []
-    text = 0
-    for start, count, length in runs:
-        rows = slice(start, start + count * length)
-        mixed = from_last(
-            q[text : text + count], _by_text(k[rows], count), _by_text(v[rows], count)
-        )
-        parts.append(mixed.reshape(count, -1))
-        text += count
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _turn(
+def _apply_rope(
     heads: Tensor,
     weight: Tensor | None,
-    shape: Shape,
+    shape: BackboneShape,
     cos: Tensor,
     sin: Tensor,
-    pieces: Pieces,
+    ops: FusedOps,
 ) -> Tensor:
     if weight is None:
-        return pieces.rotate(heads, cos, sin)
-    return pieces.norm_rotate(heads, weight, cos, sin, shape.eps)
+        return ops.apply_rope(heads, cos, sin)
+    return ops.rms_norm_rope(heads, weight, cos, sin, shape.eps)
 
 
 def _by_text(rows: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs any backbone that transformers loads: length buckets within a budget of padded tokens.
+"""The padded engine: runs any backbone that transformers loads, in buckets of similar length.
 
 Legend: N texts, S tokens of the longest text of a bucket, C labels of a head.
 """
@@ -14,13 +14,13 @@ from services.api.serving.engines.torch_threads import use_threads
 from services.api.serving.prediction import FloatArray
 from services.shared.model.classifier import Classifier
 
-# A bucket is closed before padding passes this share. From 1.14 times upwards a second, smaller
-# matrix product costs less than the padding (measured with Qwen3-0.6B shapes on Zen 4).
+# The most padded over real tokens of a bucket. From 1.14 on, a second, smaller matrix product costs
+# less than the padding (measured with Qwen3-0.6B shapes on Zen 4).
 MAX_PADDED_OVER_REAL = 1.15
 
 
-class TransformersEngine:
-    """The plain forward of a classifier."""
+class PaddedEngine:
+    """Runs the forward pass of a transformers classifier."""
 
     def __init__(self, classifier: Classifier, *, batch_tokens: int) -> None:
         self._classifier: Classifier | None = classifier.eval()
@@ -30,40 +30,40 @@ class TransformersEngine:
         self.kind = f"transformers-{str(parameter.dtype).removeprefix('torch.')}"
 
     @property
-    def on_processor(self) -> bool:
-        """Say whether the weights lie in the machine's memory."""
+    def runs_on_cpu(self) -> bool:
+        """Return whether the weights are in host memory."""
         return self._device.type == "cpu"
 
     def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, FloatArray]:
-        """Return the logits [N, C] of each head for N token lists."""
+        """Return the logits [N, C] of each head for N non-empty token lists."""
         assert self._classifier is not None, "the engine is closed"
         use_threads(threads)
         logits = {
             head.name: np.empty((len(texts), len(head.labels)), np.float32)
             for head in self._classifier.head_specs
         }
-        for rows in buckets([len(text) for text in texts], budget=self._batch_tokens):
+        for rows in length_buckets([len(text) for text in texts], budget=self._batch_tokens):
             with torch.inference_mode():
-                answer = self._classifier(*self._pad([texts[row] for row in rows]))
-            for name, values in answer.items():
+                outputs = self._classifier(*self._pad([texts[row] for row in rows]))
+            for name, values in outputs.items():
                 logits[name][rows] = values.float().cpu().numpy()
         return logits
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
-        """Return how many tokens a batch of such texts costs, padding included."""
+        """Return how many tokens a batch of texts of these lengths computes, padding included."""
         return sum(
             len(rows) * max(lengths[row] for row in rows)
-            for rows in buckets(lengths, budget=self._batch_tokens)
+            for rows in length_buckets(lengths, budget=self._batch_tokens)
         )
 
     def close(self) -> None:
-        """Let go of the weights."""
+        """Release the weights."""
         self._classifier = None
 
     def _pad(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
         lengths = [len(text) for text in texts]
         longest = max(lengths)
-        tokens = np.zeros((len(texts), longest), np.int64)  # any token serves: padding is masked
+        tokens = np.zeros((len(texts), longest), np.int64)  # any token will do: padding is masked
         mask = np.zeros((len(texts), longest), np.int64)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = text
@@ -74,8 +74,8 @@ class TransformersEngine:
         return input_ids, torch.from_numpy(mask).to(self._device)
 
 
-def buckets(lengths: Sequence[int], *, budget: int) -> Iterator[list[int]]:
-    """Yield rows grouped by like length, each group within `budget` padded tokens and little padding."""
+def length_buckets(lengths: Sequence[int], *, budget: int) -> Iterator[list[int]]:
+    """Yield rows in groups of similar length, each within `budget` padded tokens and with little padding."""
     rows: list[int] = []
     real = 0
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):

@@ -1,7 +1,7 @@
-"""Lets work aside, such as loading a student, leave the processors to requests every other moment. Torch-free.
+"""Throttling of background work, such as loading a model, while requests need the CPU. Torch-free.
 
-Cores share caches and memory, and virtual ones often a real core: a student that is laid out and tried
-beside one that serves made requests a third slower, whatever thread had which core.
+Cores share caches and memory bandwidth, and virtual cores often share a physical one: loading a model and
+checking it next to one that serves made requests a third slower, whatever threads were pinned where.
 """
 
 from __future__ import annotations
@@ -11,33 +11,36 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_LONGEST_REST_SECONDS = 0.5
+_MAX_PAUSE_SECONDS = 0.5
 
 
-class _Pace(threading.local):
-    """Whose turn it is, for the thread that works aside."""
+class _Throttle(threading.local):
+    """The throttling state of the calling thread."""
 
-    is_wanted: Callable[[], bool] | None = None  # whether requests want the processors
-    rested = 0.0  # when the last rest ended
+    has_requests: Callable[[], bool] | None = None  # None where the thread is not throttled
+    last_pause_end = 0.0
 
 
-_pace = _Pace()
+_throttle = _Throttle()
 
 
 @contextmanager
-def aside(is_wanted: Callable[[], bool]) -> Iterator[None]:
-    """Within, `rest` rests while requests want the processors. Only for this thread."""
-    _pace.is_wanted, _pace.rested = is_wanted, time.monotonic()
+def throttled(has_requests: Callable[[], bool]) -> Iterator[None]:
+    """Make `yield_to_requests` pause within this context while there are requests; this thread only."""
+    _throttle.has_requests, _throttle.last_pause_end = has_requests, time.monotonic()
     try:
         yield
     finally:
-        _pace.is_wanted = None
+        _throttle.has_requests = None
 
 
-def rest() -> None:
-    """Rest as long as this thread has worked since it last did, if it works aside and is in the way."""
-    if _pace.is_wanted is None:
+def yield_to_requests() -> None:
+    """Sleep for as long as this throttled thread has worked since its last pause, half a second at most.
+
+    Returns at once in threads that are not throttled and while there are no requests.
+    """
+    if _throttle.has_requests is None:
         return
-    if _pace.is_wanted():
-        time.sleep(min(time.monotonic() - _pace.rested, _LONGEST_REST_SECONDS))
-    _pace.rested = time.monotonic()
+    if _throttle.has_requests():
+        time.sleep(min(time.monotonic() - _throttle.last_pause_end, _MAX_PAUSE_SECONDS))
+    _throttle.last_pause_end = time.monotonic()

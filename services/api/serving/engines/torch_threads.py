@@ -1,4 +1,4 @@
-"""Thread counts, set where the threads run: torch keeps them a thread."""
+"""The number of threads of torch operations, which torch keeps per calling thread."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import threading
 
 import torch
 
-_here = threading.local()
+_local = threading.local()
 
 
 def use_threads(count: int) -> None:
-    """Let torch use `count` threads for what the calling thread computes."""
-    if getattr(_here, "count", None) != count:
+    """Let torch operations of the calling thread use `count` threads."""
+    if getattr(_local, "count", None) != count:
         torch.set_num_threads(count)
-        _here.count = count
+        _local.count = count

@@ -1,7 +1,7 @@
-"""Prepares promoted students for 8-bit serving, one at a time, in a process that yields to others.
+"""Quantizes promoted students to 8 bits, one at a time, in a low-priority process.
 
-Where several API processes serve an artifact, one of them prepares it and the others wait for what it
-leaves. Torch-free: the work is done by `services.api.serving.quantization.quantize`.
+If several API processes serve an artifact, one of them quantizes it and the others wait for the result.
+Torch-free: the work is done by `services.api.serving.quantization.quantize`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from queue import SimpleQueue
 
 import structlog
 
-from services.api.serving.memory_headroom import available_bytes, memory_to_prepare
-from services.api.serving.promotion import Promoted
-from services.api.serving.quantization.record import prepared_weights, read_prepared
+from services.api.serving.memory_headroom import available_bytes, bytes_to_quantize
+from services.api.serving.promotion import Promotion
+from services.api.serving.quantization.record import int8_weights_path, read_quantization_record
 from services.api.serving.settings import EngineChoice, ServingSettings
 
 log = structlog.get_logger(__name__)
@@ -28,85 +28,98 @@ _LOWEST_PRIORITY = "19"
 _RETRY_SECONDS = 10.0
 
 
-class Preparer:
-    """Prepares what is worth it and says what was prepared; the gate's word lies beside the artifact."""
+class BackgroundQuantizer:
+    """Quantizes the submitted students and notifies when a record has been written beside one."""
 
     def __init__(
         self,
         settings: ServingSettings,
         *,
-        on_prepared: Callable[[Promoted], None],
+        on_quantized: Callable[[Promotion], None],
         python: str = sys.executable,
         retry_seconds: float = _RETRY_SECONDS,
     ) -> None:
         self._settings = settings
         self._python = python
         self._retry_seconds = retry_seconds
-        self._on_prepared = on_prepared
-        self._queue: SimpleQueue[Promoted | None] = SimpleQueue()
+        self._on_quantized = on_quantized
+        self._queue: SimpleQueue[Promotion | None] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # between stopping and starting a process
-        self._thread = threading.Thread(target=self._work, name="prepare", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="quantize", daemon=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the thread is alive."""
+        return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin to prepare what is asked for."""
+        """Start the thread that quantizes what is submitted."""
         self._thread.start()
 
     def stop(self, *, timeout_seconds: float = 10.0) -> None:
-        """Prepare no more; what is half done is thrown away."""
+        """Stop now; a quantization in progress is terminated and its result discarded."""
         with self._lock:
             self._stopping.set()
             if self._process is not None:
                 self._process.terminate()
+        self.finish(timeout_seconds=timeout_seconds)
+
+    def finish(self, *, timeout_seconds: float) -> None:
+        """Wait until everything submitted so far is done, then stop."""
         self._queue.put(None)
         self._thread.join(timeout_seconds)
 
-    def consider(self, promoted: Promoted) -> None:
-        """Prepare a student that serves, where that is wanted, possible and not done."""
-        if is_worth_preparing(promoted, self._settings):
-            self._queue.put(promoted)
+    def submit(self, promotion: Promotion) -> None:
+        """Quantize a promoted student if `should_quantize`."""
+        if should_quantize(promotion, self._settings):
+            self._queue.put(promotion)
 
     def _work(self) -> None:
-        while (promoted := self._queue.get()) is not None and not self._stopping.is_set():
+        while (promotion := self._queue.get()) is not None and not self._stopping.is_set():
             try:
-                self._prepare(promoted)
+                self._quantize(promotion)
             except (OSError, ValueError) as error:
-                log.error("prepare_failed", model_id=promoted.model_id, why=str(error))
+                log.error("quantization_failed", model_id=promotion.model_id, reason=str(error))
                 continue
-            if read_prepared(promoted.directory) is not None:
-                self._on_prepared(promoted)
+            if read_quantization_record(promotion.directory) is not None:
+                self._on_quantized(promotion)
 
-    def _prepare(self, promoted: Promoted) -> None:
-        """Prepare a student, or wait until another process has done so or memory is there."""
+    def _quantize(self, promotion: Promotion) -> None:
+        """Quantize a student, waiting for memory or for another process that quantizes it."""
         obstacle: str | None
-        told = None
+        logged = None
         while not self._stopping.is_set():
-            with _turn(promoted.directory) as lock:
-                if read_prepared(promoted.directory) is not None:
+            with _artifact_lock(promotion.directory) as lock:
+                if read_quantization_record(promotion.directory) is not None:
                     return
                 if lock is None:
-                    obstacle = "another process prepares it"
-                elif (obstacle := self._obstacle(promoted)) is None:
-                    code = self._run(promoted, lock)
+                    obstacle = "another process quantizes it"
+                elif (obstacle := self._memory_obstacle(promotion)) is None:
+                    code = self._run(promotion, lock)
                     log.info(
-                        "prepared", model_id=promoted.model_id, passed=code == 0, exit_code=code
+                        "student_quantized",
+                        model_id=promotion.model_id,
+                        passed=code == 0,
+                        exit_code=code,
                     )
                     return
-            if obstacle != told:
-                log.info("preparing_waits", model_id=promoted.model_id, why=obstacle)
-                told = obstacle
+            if obstacle != logged:
+                log.info("quantization_waits", model_id=promotion.model_id, reason=obstacle)
+                logged = obstacle
             self._stopping.wait(self._retry_seconds)
 
-    def _obstacle(self, promoted: Promoted) -> str | None:
-        needed = memory_to_prepare(promoted.directory, self._settings)
+    def _memory_obstacle(self, promotion: Promotion) -> str | None:
+        needed = bytes_to_quantize(promotion.directory, self._settings)
         if needed <= available_bytes():
             return None
         return f"it needs about {needed >> 20} MiB of memory"
 
-    def _run(self, promoted: Promoted, lock: int) -> int:
+    def _run(self, promotion: Promotion, lock: int) -> int:
         command = [self._python, "-m", "services.api.serving.quantization.quantize"]
-        command += [str(promoted.directory), str(promoted.dataset_dir), "--nice", _LOWEST_PRIORITY]
+        command += [str(promotion.directory), str(promotion.dataset_dir)]
+        command += ["--nice", _LOWEST_PRIORITY]
         with self._lock:
             if self._stopping.is_set():
                 return -1
@@ -114,13 +127,26 @@ class Preparer:
         return self._process.wait()
 
 
-@contextmanager
-def _turn(artifact_dir: Path) -> Iterator[int | None]:
-    """Yield the descriptor of the lock on preparing an artifact; None where another process has it.
+def should_quantize(promotion: Promotion, settings: ServingSettings) -> bool:
+    """Return whether a student would serve faster in 8 bits and has not been quantized yet."""
+    if settings.engine is not EngineChoice.AUTO or settings.device not in ("auto", "cpu"):
+        return False
+    if promotion.dataset_dir is None or not promotion.dataset_dir.is_dir():
+        return False
+    size = sum(file.stat().st_size for file in promotion.directory.glob("*.safetensors"))
+    if size < settings.prepare_int8_from_bytes:
+        return False
+    return read_quantization_record(promotion.directory) is None
 
-    Whoever inherits it holds the lock too: a preparation that outlives its API process goes on alone.
+
+@contextmanager
+def _artifact_lock(artifact_dir: Path) -> Iterator[int | None]:
+    """Yield the descriptor of the lock on an artifact's quantization, None if another process holds it.
+
+    A process that inherits the descriptor holds the lock too, so that a quantization that outlives its
+    API process is not started again by another.
     """
-    path = prepared_weights(artifact_dir).with_suffix(".lock")
+    path = int8_weights_path(artifact_dir).with_suffix(".lock")
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         try:
@@ -129,15 +155,3 @@ def _turn(artifact_dir: Path) -> Iterator[int | None]:
             yield None
         else:
             yield file.fileno()
-
-
-def is_worth_preparing(promoted: Promoted, settings: ServingSettings) -> bool:
-    """Say whether a student would serve faster in 8 bits, and has not been tried yet."""
-    if settings.engine is not EngineChoice.AUTO or settings.device not in ("auto", "cpu"):
-        return False
-    if promoted.dataset_dir is None or not promoted.dataset_dir.is_dir():
-        return False
-    size = sum(file.stat().st_size for file in promoted.directory.glob("*.safetensors"))
-    if size < settings.prepare_int8_from_bytes:
-        return False
-    return read_prepared(promoted.directory) is None

@@ -1,8 +1,8 @@
-"""What lies beside an artifact that was prepared for 8-bit serving, and whether it may serve. Torch-free.
+"""The record of an artifact's quantization to 8 bits, which says whether it may serve. Torch-free.
 
-<artifact>/prepared/packed-int8.safetensors   written by `prepared`
-<artifact>/prepared/packed-int8.json          PreparedInt8
-<artifact>/prepared/packed-int8.lock          held by the process that prepares
+<artifact>/prepared/packed-int8.safetensors   written by `weights_file`
+<artifact>/prepared/packed-int8.json          QuantizationRecord
+<artifact>/prepared/packed-int8.lock          held by the process that quantizes
 """
 
 from __future__ import annotations
@@ -17,48 +17,47 @@ from services.shared.jobs.gates import Int8Gate
 from services.shared.jobs.run_directory import write_json
 
 FORMAT = 2
+INT8_KIND = "packed-int8"  # the engine's name, and that of the files
 
-# As in model.artifact, which cannot be imported here: that room loads torch.
 
 
-class PreparedInt8(Int8Gate):
-    """What was prepared, from what, and whether it may serve."""
+class QuantizationRecord(Int8Gate):
+    """The gate's decision, bound to the artifact, the weights and the kind of CPU it was made for."""
 
     format: int = FORMAT
-    manifest_sha256: str  # of the artifact that it was made from
+    manifest_sha256: str  # of the artifact that was quantized
     weights_sha256: str  # of packed-int8.safetensors
-    largest_activation: int  # of the processor that compared: 127, or 63 without VNNI
+    largest_activation: int  # activation limit of the CPU that compared: 127, or 63 without VNNI
+
+    def gate(self) -> Int8Gate:
+        """Return the decision and its figures without what binds them to files."""
+        return Int8Gate.model_validate(self.model_dump(include=set(Int8Gate.model_fields)))
 
 
-def prepared_weights(artifact_dir: Path) -> Path:
-    """Return where the prepared weights of an artifact lie."""
-    return artifact_dir / "prepared" / "packed-int8.safetensors"
+def int8_weights_path(artifact_dir: Path) -> Path:
+    """Return the path of an artifact's int8 weights."""
+    return artifact_dir / "prepared" / f"{INT8_KIND}.safetensors"
 
 
-def manifest_hash(artifact_dir: Path) -> str:
-    """Return what identifies an artifact: the hash of its manifest, which holds those of its files."""
+def manifest_sha256_of(artifact_dir: Path) -> str:
+    """Return the hash of an artifact's manifest, which contains the hashes of its files."""
     return hashlib.sha256((artifact_dir / MANIFEST).read_bytes()).hexdigest()
 
 
-def read_prepared(artifact_dir: Path) -> PreparedInt8 | None:
-    """Return what was prepared for this very artifact; None where nothing valid was."""
-    path = prepared_weights(artifact_dir).with_suffix(".json")
+def read_quantization_record(artifact_dir: Path) -> QuantizationRecord | None:
+    """Return the record of this version of the artifact, None if there is no valid one."""
+    path = int8_weights_path(artifact_dir).with_suffix(".json")
     try:
-        prepared = PreparedInt8.model_validate_json(path.read_bytes())
+        record = QuantizationRecord.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
-    if prepared.format != FORMAT or not prepared_weights(artifact_dir).exists():
+    if record.format != FORMAT or not int8_weights_path(artifact_dir).exists():
         return None
-    if prepared.manifest_sha256 != manifest_hash(artifact_dir):
-        return None  # the artifact was exported anew since
-    return prepared
+    if record.manifest_sha256 != manifest_sha256_of(artifact_dir):
+        return None  # the artifact has been exported again since
+    return record
 
 
-def gate_of(prepared: PreparedInt8) -> Int8Gate:
-    """Return the decision and its figures without what binds them to files."""
-    return Int8Gate.model_validate(prepared.model_dump(include=set(Int8Gate.model_fields)))
-
-
-def write_prepared(artifact_dir: Path, prepared: PreparedInt8) -> None:
-    """Record what was prepared; the weights are in place already."""
-    write_json(prepared_weights(artifact_dir).with_suffix(".json"), prepared)
+def write_quantization_record(artifact_dir: Path, record: QuantizationRecord) -> None:
+    """Write the record. The weights must be in place already."""
+    write_json(int8_weights_path(artifact_dir).with_suffix(".json"), record)

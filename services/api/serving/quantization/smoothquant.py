@@ -1,11 +1,11 @@
-"""Moves outliers of activations into the weights before both are rounded to 8 bits.
+"""SmoothQuant: migrates activation outliers into the weights before both are quantized.
 
-After SmoothQuant (Xiao et al. 2022, arXiv:2211.10438): channel j of a product's input is divided by
+After SmoothQuant (Xiao et al. 2022, arXiv:2211.10438): channel j of a linear's input is divided by
 s_j = max|x_j|^a / max|w_j|^(1-a), and column j of its weight multiplied by it. The division is folded
-into what makes the input (a norm's weight, or rows of the product before), so it costs nothing when
-the student serves and changes nothing in exact arithmetic.
+into the weights that produce the input (of a norm or a previous linear), so that it is free at inference
+and changes nothing in exact arithmetic.
 
-Legend: I input width of a product, A query heads, K key and value heads, D head width.
+Legend: I input width of a linear, A query heads, K key and value heads, D head width.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor, nn
 
 from services.shared.model.classifier import Classifier, transformer_layers
 
-# The share of an outlier that moves: the paper's default, and the best of {0, .5} on our stress model.
-SHARE = 0.5
+# a in the formula: the paper's default, and the better of {0, 0.5} on our stress model.
+MIGRATION_STRENGTH = 0.5
 _SMALLEST = 1e-5
 
-# The product of each group whose input is watched; the group's others read the same input.
-_WATCHED = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+# One linear of each group that reads the same input.
+_OBSERVED = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
 
 @torch.inference_mode()
-def largest_activations(
+def activation_maxima(
     classifier: Classifier, texts: Sequence[Sequence[int]]
 ) -> list[dict[str, Tensor]]:
-    """Run texts one by one and return, for each layer, the largest input [I] of each watched product."""
+    """Run texts one by one and return each layer's channel maxima [I] by observed linear."""
     layers = transformer_layers(classifier)
     seen: list[dict[str, Tensor]] = [{} for _ in layers]
     hooks = [
-        layer.get_submodule(name).register_forward_pre_hook(_watch(seen[index], name))
+        layer.get_submodule(name).register_forward_pre_hook(_observe(seen[index], name))
         for index, layer in enumerate(layers)
-        for name in _WATCHED
+        for name in _OBSERVED
     ]
     try:
         for text in texts:
@@ -48,9 +48,9 @@ def largest_activations(
 
 
 @torch.no_grad()
-def smooth(classifier: Classifier, largest: Sequence[dict[str, Tensor]]) -> None:
-    """Fold the smoothing into a classifier's weights, in place; its logits stay what they were."""
-    for layer, seen in zip(transformer_layers(classifier), largest, strict=True):
+def smooth(classifier: Classifier, maxima: Sequence[dict[str, Tensor]]) -> None:
+    """Fold the smoothing into a classifier's weights, in place; its logits do not change."""
+    for layer, seen in zip(transformer_layers(classifier), maxima, strict=True):
         block: Any = layer
         attention, mlp = block.self_attn, block.mlp
         _fold_into_norm(
@@ -67,7 +67,7 @@ def smooth(classifier: Classifier, largest: Sequence[dict[str, Tensor]]) -> None
         _fold_into_values(attention, seen["self_attn.o_proj"])
 
 
-def _watch(seen: dict[str, Tensor], name: str) -> Any:
+def _observe(seen: dict[str, Tensor], name: str) -> Any:
     def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:  # noqa: ARG001
         largest = inputs[0].abs().flatten(0, -2).amax(dim=0)
         seen[name] = torch.maximum(seen[name], largest) if name in seen else largest
@@ -76,11 +76,11 @@ def _watch(seen: dict[str, Tensor], name: str) -> Any:
 
 
 def _factors(activations: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
-    """Return s [I] for products that read the same input."""
+    """Return s [I] for linears that read the same input."""
     weights = torch.stack([linear.weight.abs().amax(dim=0) for linear in linears]).amax(dim=0)
-    factors = activations.clamp_min(_SMALLEST) ** SHARE / weights.clamp_min(_SMALLEST) ** (
-        1 - SHARE
-    )
+    factors = activations.clamp_min(_SMALLEST) ** MIGRATION_STRENGTH / weights.clamp_min(
+        _SMALLEST
+    ) ** (1 - MIGRATION_STRENGTH)
     return factors.clamp_min(_SMALLEST)
 
 
@@ -92,7 +92,7 @@ def _fold_into_norm(norm: Any, linears: Sequence[nn.Linear], activations: Tensor
 
 
 def _fold_into_values(attention: Any, activations: Tensor) -> None:
-    """Fold the output product's smoothing into the value product, whose heads several query heads share."""
+    """Fold the smoothing of o_proj into v_proj, each of whose heads is shared by several query heads."""
     head_dim = attention.head_dim
     kv_heads = attention.v_proj.out_features // head_dim
     factors = _factors(activations, [attention.o_proj])

@@ -1,6 +1,6 @@
-"""The weights of a student prepared for 8-bit serving: how they are written and read.
+"""Writing and reading the int8 weights of a student.
 
-The file holds all that the engine reads but the heads, which stay in the artifact, in full precision.
+The file holds everything but the heads, which stay in the artifact in full precision.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from torch import Tensor
 
 from services.api.serving.engines.packed_weights import (
     Backbone,
-    Block,
+    BackboneShape,
+    BlockWeights,
     Layer,
-    Product,
-    Shape,
+    LinearWeights,
+    backbone_shape,
     make_layer,
-    rotations,
-    shape_of,
+    rope_tables,
     take_blocks,
 )
 from services.api.serving.quantization.int8_linear import (
-    Conversions,
     Int8Linear,
-    QuantisedProduct,
-    quantise_product,
+    Int8Ops,
+    Int8Weights,
+    quantize_weights,
 )
-from services.api.serving.quantization.record import prepared_weights
+from services.api.serving.quantization.record import int8_weights_path
 from services.shared.files.atomic_write import atomic_write
 from services.shared.files.hashing import file_sha256
 from services.shared.model.classifier import Classifier
 
 
-def save_weights(classifier: Classifier, artifact_dir: Path) -> str:
-    """Round a classifier's products to int8, write them, and return the file's hash.
+def save_int8_weights(classifier: Classifier, artifact_dir: Path) -> str:
+    """Quantize a classifier's linears to int8, write them, and return the file's hash.
 
-    The classifier is used up.
+    The classifier is consumed.
     """
     module = classifier.backbone
-    shape = shape_of(classifier)
-    about = {
+    shape = backbone_shape(classifier)
+    metadata = {
         "shape": json.dumps(vars(shape)),
         "scaling": str(float(module.rotary_emb.attention_scaling)),
         "layers": str(classifier.config.num_hidden_layers),
@@ -57,31 +57,31 @@ def save_weights(classifier: Classifier, artifact_dir: Path) -> str:
     for index, block in enumerate(take_blocks(classifier)):
         for name, tensor in _block_tensors(block):
             tensors[f"{index}.{name}"] = tensor.contiguous()
-    path = prepared_weights(artifact_dir)
+    path = int8_weights_path(artifact_dir)
     with atomic_write(path) as temporary:
-        save_file(tensors, temporary, metadata=about)
+        save_file(tensors, temporary, metadata=metadata)
     return file_sha256(path)
 
 
-def load_backbone(
-    artifact_dir: Path, *, max_length: int, dtype: torch.dtype, conversions: Conversions
+def load_int8_backbone(
+    artifact_dir: Path, *, max_length: int, dtype: torch.dtype, ops: Int8Ops
 ) -> Backbone:
-    """Return the prepared backbone; what is not int8 is computed in `dtype`."""
-    with safe_open(prepared_weights(artifact_dir), framework="pt") as file:
-        about = file.metadata()
+    """Return the int8 backbone; everything else is computed in `dtype`."""
+    with safe_open(int8_weights_path(artifact_dir), framework="pt") as file:
+        metadata = file.metadata()
         names = set(file.keys())
-        cos, sin = rotations(
+        cos, sin = rope_tables(
             file.get_tensor("frequencies"),
-            float(about["scaling"]),
+            float(metadata["scaling"]),
             max_length=max_length,
             dtype=dtype,
         )
         return Backbone(
-            shape=Shape(**json.loads(about["shape"])),
+            shape=BackboneShape(**json.loads(metadata["shape"])),
             embedding=file.get_tensor("embedding"),
             layers=[
-                _load_layer(file, names, str(index), dtype, conversions)
-                for index in range(int(about["layers"]))
+                _load_layer(file, names, str(index), dtype, ops)
+                for index in range(int(metadata["layers"]))
             ],
             final_norm=file.get_tensor("final_norm").to(dtype),
             cos=cos,
@@ -89,33 +89,31 @@ def load_backbone(
         )
 
 
-def _block_tensors(block: Block[Product]) -> list[tuple[str, Tensor]]:
+def _block_tensors(block: BlockWeights[LinearWeights]) -> list[tuple[str, Tensor]]:
     tensors = [("attention_norm", block.attention_norm), ("mlp_norm", block.mlp_norm)]
     if block.query_key_norm is not None:
         tensors.append(("query_key_norm", block.query_key_norm))
-    for name, product in block.products.items():
-        quantised = quantise_product(product)
-        tensors += [(f"{name}.weight", quantised.weight), (f"{name}.scale", quantised.scale)]
-        if quantised.bias is not None:
-            tensors.append((f"{name}.bias", quantised.bias))
+    for name, linear in block.linears.items():
+        quantized = quantize_weights(linear)
+        tensors += [(f"{name}.weight", quantized.weight), (f"{name}.scale", quantized.scale)]
+        if quantized.bias is not None:
+            tensors.append((f"{name}.bias", quantized.bias))
     return tensors
 
 
-def _load_layer(
-    file: Any, names: set[str], layer: str, dtype: torch.dtype, conversions: Conversions
-) -> Layer:
+def _load_layer(file: Any, names: set[str], layer: str, dtype: torch.dtype, ops: Int8Ops) -> Layer:
     own = {
         name.removeprefix(f"{layer}."): file.get_tensor(name)
         for name in names
         if name.startswith(f"{layer}.")
     }
     norm = own.get("query_key_norm")
-    block: Block[QuantisedProduct] = Block(
+    block: BlockWeights[Int8Weights] = BlockWeights(
         attention_norm=own["attention_norm"].to(dtype),
         query_key_norm=None if norm is None else norm.to(dtype),
         mlp_norm=own["mlp_norm"].to(dtype),
-        products={
-            name.removesuffix(".weight"): QuantisedProduct(
+        linears={
+            name.removesuffix(".weight"): Int8Weights(
                 tensor,
                 own[name.replace(".weight", ".scale")],
                 own.get(name.replace(".weight", ".bias")),
@@ -124,4 +122,4 @@ def _load_layer(
             if name.endswith(".weight")
         },
     )
-    return make_layer(block, lambda product: Int8Linear(product, conversions))
+    return make_layer(block, lambda weights: Int8Linear(weights, ops))

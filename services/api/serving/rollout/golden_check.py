@@ -1,4 +1,4 @@
-"""Golden texts: what a student answered when it was exported, and must still answer when it serves."""
+"""Golden texts: answers recorded when a student was exported, which it must reproduce when it is loaded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from services.shared.model.artifact import Golden
 
 log = structlog.get_logger(__name__)
 
-# With Qwen3-0.6B shapes and random weights, bf16 moved a probability by at most 0.046 and int8 by at
-# most 0.17 from float32. Wrong weights or a wrong tokenizer move most texts by half and more.
+# With Qwen3-0.6B shapes and random weights, probabilities differed from float32 by at most 0.046 in bf16
+# and 0.17 in int8. Wrong weights or a wrong tokenizer shift those of most texts by 0.5 and more.
 MAX_MEAN_SHIFT = 0.1
 MAX_SHIFT = 0.4
 
 
 def check_golden(directory: Path, *, heads: list[Head], encoder: Encoder, engine: Engine) -> None:
-    """Let the engine answer the golden texts. Raises StudentRefused where it answers otherwise."""
+    """Raise StudentRefused if the engine's answers to the golden texts differ from the recorded ones."""
     golden = _read(directory)
     if golden is None or not golden.texts:
         log.warning("no_golden_texts", artifact=str(directory))
@@ -38,8 +38,8 @@ def check_golden(directory: Path, *, heads: list[Head], encoder: Encoder, engine
         # Not >, so that NaN is refused too.
         if not (shift.mean() <= MAX_MEAN_SHIFT and shift.max() <= MAX_SHIFT):
             raise StudentRefused(
-                f"The head {head.name!r} does not answer the golden texts as it did at export: "
-                f"probabilities moved by {shift.mean():.3f} on average and {shift.max():.3f} at most "
+                f"The head {head.name!r} answers the golden texts differently than at export: "
+                f"probabilities shifted by {shift.mean():.3f} on average and {shift.max():.3f} at most "
                 f"(allowed: {MAX_MEAN_SHIFT} and {MAX_SHIFT})."
             )
 
@@ -57,14 +57,16 @@ def _read(directory: Path) -> Golden | None:
 def _recorded(golden: Golden, head: Head) -> FloatArray:
     rows = [entry.logits.get(head.name, []) for entry in golden.texts]
     if any(len(row) != len(head.labels) for row in rows):
-        raise StudentRefused(f"{GOLDEN} was not recorded for the head {head.name!r} as it is now")
+        raise StudentRefused(f"{GOLDEN} was recorded for another version of the head {head.name!r}")
     return np.asarray(rows, np.float32)
 
 
-def _shift(head: Head, recorded: FloatArray, given: FloatArray) -> FloatArray:
-    """Return how far the probabilities of each text moved, [N] between 0 and 1."""
-    moved = np.abs(probabilities(head.type, recorded) - probabilities(head.type, given))
+def _shift(head: Head, recorded: FloatArray, actual: FloatArray) -> FloatArray:
+    """Return the shift [N] of each text's probabilities, between 0 and 1."""
+    difference = np.abs(probabilities(head.type, recorded) - probabilities(head.type, actual))
     shift: FloatArray = (
-        moved.max(axis=-1) if head.type is HeadType.MULTI_LABEL else moved.sum(axis=-1) / 2
+        difference.max(axis=-1)
+        if head.type is HeadType.MULTI_LABEL
+        else difference.sum(axis=-1) / 2
     )
     return shift

@@ -1,4 +1,4 @@
-"""From a promoted artifact to a student that is loaded, checked and warm. The one door to torch."""
+"""Loads, checks and warms up a promoted artifact. The only module of serving imported to load torch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,35 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from services.api.serving.active_models import ActiveStudent
-from services.api.serving.encoder import TokenizerEncoder
-from services.api.serving.engines.dtype import DEFAULT_MAX_LENGTH, choose_device, choose_dtype
+from services.api.serving.active_models import ActiveModel
+from services.api.serving.encoder import DEFAULT_MAX_LENGTH, TokenizerEncoder
+from services.api.serving.engines.dtype import choose_device, choose_dtype
 from services.api.serving.engines.engine import Engine, warm_up
-from services.api.serving.engines.fused_ops import Pieces, compiled_pieces
-from services.api.serving.engines.malloc import return_memory
+from services.api.serving.engines.fused_ops import FusedOps, compiled_ops
+from services.api.serving.engines.malloc import collect_and_trim
 from services.api.serving.engines.packed_engine import PackedEngine
-from services.api.serving.engines.packed_weights import Heads, take_backbone, take_heads, why_not
-from services.api.serving.engines.padded_engine import TransformersEngine
+from services.api.serving.engines.packed_weights import (
+    Heads,
+    take_backbone,
+    take_heads,
+    unsupported_reason,
+)
+from services.api.serving.engines.padded_engine import PaddedEngine
 from services.api.serving.engines.torch_threads import use_threads
 from services.api.serving.prediction import Calibration
-from services.api.serving.promotion import Promoted
+from services.api.serving.promotion import Promotion
 from services.api.serving.quantization.int8_linear import (
-    Conversions,
-    compiled_conversions,
-    largest_activation,
-    processor_has_int8,
+    Int8Ops,
+    activation_limit,
+    compiled_int8_ops,
+    cpu_supports_int8,
 )
-from services.api.serving.quantization.record import prepared_weights, read_prepared
-from services.api.serving.quantization.weights_file import load_backbone
+from services.api.serving.quantization.record import (
+    INT8_KIND,
+    int8_weights_path,
+    read_quantization_record,
+)
+from services.api.serving.quantization.weights_file import load_int8_backbone
 from services.api.serving.rollout.golden_check import check_golden
 from services.api.serving.settings import EngineChoice, ServingSettings
 from services.shared.files.hashing import file_sha256
@@ -45,19 +54,17 @@ from services.shared.model.tokens import load_tokenizer
 
 log = structlog.get_logger(__name__)
 
-INT8 = "packed-int8"
-
 
 def load_student(
-    promoted: Promoted, settings: ServingSettings, *, serving: Sequence[ActiveStudent] = ()
-) -> ActiveStudent:
-    """Load, check and warm the promoted student, over the weights of one that serves where it can.
+    promotion: Promotion, settings: ServingSettings, *, serving: Sequence[ActiveModel] = ()
+) -> ActiveModel:
+    """Load, check and warm up a promoted student, sharing the backbone of a `serving` one if possible.
 
-    Raises StudentRefused where it does not answer its golden texts, ValueError or OSError where the
+    Raises StudentRefused if it answers its golden texts differently, ValueError or OSError if the
     artifact cannot be read.
     """
     use_threads(settings.threads)
-    directory = promoted.directory
+    directory = promotion.directory
     artifact = read_artifact(directory)
     verify_artifact(artifact)
     max_length = artifact.max_length or DEFAULT_MAX_LENGTH
@@ -65,7 +72,7 @@ def load_student(
         load_tokenizer(directory).backend_tokenizer.to_str(), max_length=max_length
     )
     engine = build_engine(artifact, settings, serving=serving)
-    return_memory()  # what the engine was made of
+    collect_and_trim()  # returns what the engine was made from
     try:
         check_golden(directory, heads=artifact.heads, encoder=encoder, engine=engine)
         warm_up(
@@ -77,10 +84,10 @@ def load_student(
     except BaseException:
         engine.close()
         raise
-    return ActiveStudent(
-        name=promoted.name,
-        version=promoted.version,
-        model_id=promoted.model_id,
+    return ActiveModel(
+        name=promotion.name,
+        version=promotion.version,
+        model_id=promotion.model_id,
         heads=artifact.heads,
         max_length=max_length,
         encoder=encoder,
@@ -93,101 +100,100 @@ def load_student(
     )
 
 
-def backbone_hash(artifact: Artifact) -> str:
-    """Return one hash of everything in a sealed artifact that another set of heads would share."""
-    assert artifact.manifest is not None, "verified artifacts are sealed"
-    own = {HEADS_FILE, HEADS_WEIGHTS, GOLDEN}
-    shared = {name: sha for name, sha in artifact.manifest.files.items() if name not in own}
-    text = json.dumps([artifact.max_length, sorted(shared.items())])
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _engine_over(artifact: Artifact, serving: Sequence[ActiveStudent]) -> PackedEngine | None:
-    """Return an engine over the backbone of a student that serves; None where none has the same."""
-    backbone = backbone_hash(artifact)
-    for student in serving:
-        engine = student.engine
-        if student.backbone != backbone or not isinstance(engine, PackedEngine):
-            continue
-        # An 8-bit backbone passed its gate with its own heads, and with no others.
-        if engine.kind != INT8 and student.hold():
-            try:
-                return engine.with_heads(_read_heads(artifact, engine.dtype))
-            finally:
-                student.release()
-    return None
-
-
 def build_engine(
-    artifact: Artifact, settings: ServingSettings, *, serving: Sequence[ActiveStudent] = ()
+    artifact: Artifact, settings: ServingSettings, *, serving: Sequence[ActiveModel] = ()
 ) -> Engine:
-    """Return the engine that the settings, the artifact and the machine call for.
+    """Return the engine chosen by the settings, the artifact and the machine.
 
-    It shares the weights of a student that serves, where only the heads differ.
-
-    Raises ValueError where the settings name an engine that cannot run this student.
+    It shares the backbone of a `serving` student if only the heads differ. Raises ValueError if the
+    settings name an engine that cannot run this student.
     """
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
     if settings.engine in (EngineChoice.AUTO, EngineChoice.PACKED_INT8):
-        obstacle = why_not_int8(artifact, device)
-        if obstacle is None:
+        reason = int8_unsupported_reason(artifact, device)
+        if reason is None:
             return _int8_engine(artifact, settings, dtype)
         if settings.engine is EngineChoice.PACKED_INT8:
-            raise ValueError(f"{artifact.directory} cannot be served in 8 bits: {obstacle}")
-        log.info("not_in_8_bits", artifact=str(artifact.directory), why=obstacle)
+            raise ValueError(f"{artifact.directory} cannot be served in 8 bits: {reason}")
+        log.info("int8_not_used", artifact=str(artifact.directory), reason=reason)
     if settings.engine is not EngineChoice.TRANSFORMERS:
-        shared = _engine_over(artifact, serving)
+        shared = _shared_engine(artifact, serving)
         if shared is not None:
             return shared
     classifier = load_classifier(artifact.directory, device=device, dtype=dtype)
     max_length = artifact.max_length or DEFAULT_MAX_LENGTH
-    obstacle = why_not(classifier.config, max_length=max_length)
+    reason = unsupported_reason(classifier.config, max_length=max_length)
     if settings.engine is EngineChoice.TRANSFORMERS or (
-        obstacle and settings.engine is EngineChoice.AUTO
+        reason and settings.engine is EngineChoice.AUTO
     ):
-        return TransformersEngine(classifier, batch_tokens=settings.batch_tokens)
-    if obstacle:
-        raise ValueError(f"the engine {settings.engine} cannot run this backbone: {obstacle}")
+        return PaddedEngine(classifier, batch_tokens=settings.batch_tokens)
+    if reason:
+        raise ValueError(f"the engine {settings.engine} cannot run this backbone: {reason}")
     heads = take_heads(classifier)
     backbone = take_backbone(classifier, max_length=max_length)
     return PackedEngine(backbone, heads)
 
 
-def why_not_int8(artifact: Artifact, device: torch.device) -> str | None:
-    """Say why an artifact may not be served in 8 bits here; None where it may."""
-    if device.type != "cpu" or not processor_has_int8():
-        return "the 8-bit engine runs on processors with oneDNN alone"
-    prepared = read_prepared(artifact.directory)
-    if prepared is None:
-        return "it was not prepared (python -m services.api.serving.quantization.quantize)"
-    if not prepared.passed:
-        failed = [name for name, head in prepared.heads.items() if not head.passed]
-        return f"it lost too much on {', '.join(failed)} when it was prepared"
-    if prepared.largest_activation != largest_activation():
-        return "it was compared on a processor that computes 8-bit products otherwise"
-    if file_sha256(prepared_weights(artifact.directory)) != prepared.weights_sha256:
-        return "the prepared weights are not those that passed"
+def int8_unsupported_reason(artifact: Artifact, device: torch.device) -> str | None:
+    """Return why an artifact may not be served in 8 bits on this machine, None if it may."""
+    if device.type != "cpu" or not cpu_supports_int8():
+        return "the int8 engine runs on CPUs with oneDNN only"
+    record = read_quantization_record(artifact.directory)
+    if record is None:
+        return "it is not quantized (python -m services.api.serving.quantization.quantize)"
+    if not record.passed:
+        failed = [name for name, head in record.heads.items() if not head.passed]
+        return f"quantization lost too much on {', '.join(failed)}"
+    if record.largest_activation != activation_limit():
+        return "it was compared on a CPU that computes 8-bit products differently"
+    if file_sha256(int8_weights_path(artifact.directory)) != record.weights_sha256:
+        return "the int8 weights are not those that passed"
+    return None
+
+
+def backbone_hash(artifact: Artifact) -> str:
+    """Return a hash of everything in a sealed artifact that does not depend on its heads."""
+    assert artifact.manifest is not None, "verified artifacts are sealed"
+    head_files = {HEADS_FILE, HEADS_WEIGHTS, GOLDEN}
+    shared = {name: sha for name, sha in artifact.manifest.files.items() if name not in head_files}
+    text = json.dumps([artifact.max_length, sorted(shared.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _shared_engine(artifact: Artifact, serving: Sequence[ActiveModel]) -> PackedEngine | None:
+    """Return an engine on the backbone of a serving student, None if none has the same backbone."""
+    backbone = backbone_hash(artifact)
+    for model in serving:
+        engine = model.engine
+        if model.backbone != backbone or not isinstance(engine, PackedEngine):
+            continue
+        # An int8 backbone passed its gate with its own heads only.
+        if engine.kind != INT8_KIND and model.acquire():
+            try:
+                return engine.with_heads(_load_heads(artifact, engine.dtype))
+            finally:
+                model.release()
     return None
 
 
 def _int8_engine(artifact: Artifact, settings: ServingSettings, dtype: torch.dtype) -> Engine:
     compiles = settings.compile and shutil.which("g++") is not None
-    backbone = load_backbone(
+    backbone = load_int8_backbone(
         artifact.directory,
         max_length=artifact.max_length or DEFAULT_MAX_LENGTH,
         dtype=dtype,
-        conversions=compiled_conversions() if compiles else Conversions(),
+        ops=compiled_int8_ops() if compiles else Int8Ops(),
     )
     return PackedEngine(
         backbone,
-        _read_heads(artifact, dtype),
-        pieces=compiled_pieces() if compiles else Pieces(),
-        kind=INT8,
+        _load_heads(artifact, dtype),
+        ops=compiled_ops() if compiles else FusedOps(),
+        kind=INT8_KIND,
     )
 
 
-def _read_heads(artifact: Artifact, dtype: torch.dtype) -> Heads:
+def _load_heads(artifact: Artifact, dtype: torch.dtype) -> Heads:
     weights = read_heads(artifact.directory, artifact.heads)
     return {
         head.name: (

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.api.serving.active_models import Slot
+from services.api.serving.active_models import ActiveModels
 from services.api.serving.batching.batcher import Batcher
-from services.api.serving.batching.thread_allocation import ENOUGH_TOKENS
+from services.api.serving.batching.thread_allocation import MIN_TOKENS_PER_THREAD
 from services.api.serving.errors import (
     EngineFailed,
-    NoStudent,
+    NoActiveModel,
     Overloaded,
     RequestTooLarge,
     TextTooLong,
@@ -21,8 +21,8 @@ from services.api.serving.settings import ServingSettings
 
 
 @contextmanager
-def batcher_of(slot: Slot, **limits: Any) -> Iterator[Batcher]:
-    batcher = Batcher(slot, ServingSettings(**{"lanes": 1, "batch_tokens": 8, **limits}))
+def batcher_of(active_models: ActiveModels, **limits: Any) -> Iterator[Batcher]:
+    batcher = Batcher(active_models, ServingSettings(**{"lanes": 1, "batch_tokens": 8, **limits}))
     try:
         yield batcher
     finally:
@@ -59,16 +59,16 @@ def engine(new_engine: Any) -> Any:
 
 
 @pytest.fixture
-def slot(new_student: Any, engine: Any) -> Slot:
-    slot = Slot()
-    slot.swap("default", new_student(engine))
-    return slot
+def active_models(new_student: Any, engine: Any) -> ActiveModels:
+    active_models = ActiveModels()
+    active_models.swap("default", new_student(engine))
+    return active_models
 
 
-def test_answers_come_in_the_order_of_the_texts(slot: Slot, engine: Any) -> None:
+def test_answers_come_in_the_order_of_the_texts(active_models: ActiveModels, engine: Any) -> None:
     async def test() -> None:
         texts = ["a b c d e f", "a", "a b c", "a b", "a b c d e"]
-        with batcher_of(slot) as batcher:
+        with batcher_of(active_models) as batcher:
             predictions = await batcher.predict(texts, truncate=False)
         assert [prediction.tokens for prediction in predictions] == [6, 1, 3, 2, 5]
         best = [prediction.scores["tone"][0] for prediction in predictions]
@@ -78,9 +78,11 @@ def test_answers_come_in_the_order_of_the_texts(slot: Slot, engine: Any) -> None
     run(test)
 
 
-def test_texts_that_gather_while_a_batch_runs_share_the_next_one(slot: Slot, engine: Any) -> None:
+def test_texts_that_gather_while_a_batch_runs_share_the_next_one(
+    active_models: ActiveModels, engine: Any
+) -> None:
     async def test() -> None:
-        with batcher_of(slot, batch_tokens=6) as batcher:
+        with batcher_of(active_models, batch_tokens=6) as batcher:
             first = await hold_up(batcher, engine)
             others = [
                 asyncio.ensure_future(batcher.predict([text], truncate=False))
@@ -95,9 +97,11 @@ def test_texts_that_gather_while_a_batch_runs_share_the_next_one(slot: Slot, eng
     run(test)
 
 
-def test_requests_that_arrive_together_share_a_batch(slot: Slot, engine: Any) -> None:
+def test_requests_that_arrive_together_share_a_batch(
+    active_models: ActiveModels, engine: Any
+) -> None:
     async def test() -> None:
-        with batcher_of(slot) as batcher:
+        with batcher_of(active_models) as batcher:
             await asyncio.gather(*(batcher.predict(["a b"], truncate=False) for _ in range(4)))
         assert [len(batch) for batch in engine.batches] == [4]
 
@@ -105,10 +109,10 @@ def test_requests_that_arrive_together_share_a_batch(slot: Slot, engine: Any) ->
 
 
 def test_a_single_text_does_not_wait_behind_the_whole_of_a_long_list(
-    slot: Slot, engine: Any
+    active_models: ActiveModels, engine: Any
 ) -> None:
     async def test() -> None:
-        with batcher_of(slot, batch_tokens=4) as batcher:
+        with batcher_of(active_models, batch_tokens=4) as batcher:
             first = await hold_up(batcher, engine)
             many = asyncio.ensure_future(batcher.predict(["a b c d"] * 50, truncate=False))
             await until(lambda: batcher.queue_tokens == 201)
@@ -124,9 +128,11 @@ def test_a_single_text_does_not_wait_behind_the_whole_of_a_long_list(
     run(test)
 
 
-def test_a_cancelled_request_costs_the_engine_nothing(slot: Slot, engine: Any) -> None:
+def test_a_cancelled_request_costs_the_engine_nothing(
+    active_models: ActiveModels, engine: Any
+) -> None:
     async def test() -> None:
-        with batcher_of(slot) as batcher:
+        with batcher_of(active_models) as batcher:
             first = await hold_up(batcher, engine)
             unwanted = asyncio.ensure_future(batcher.predict(["b b b"] * 20, truncate=False))
             await until(lambda: batcher.queue_tokens == 61)
@@ -140,9 +146,11 @@ def test_a_cancelled_request_costs_the_engine_nothing(slot: Slot, engine: Any) -
     run(test)
 
 
-def test_a_text_that_waits_past_its_deadline_is_given_up(slot: Slot, engine: Any) -> None:
+def test_a_text_that_waits_past_its_deadline_is_given_up(
+    active_models: ActiveModels, engine: Any
+) -> None:
     async def test() -> None:
-        with batcher_of(slot, deadline_seconds=0.05) as batcher:
+        with batcher_of(active_models, deadline_seconds=0.05) as batcher:
             first = await hold_up(batcher, engine)
             with pytest.raises(Overloaded) as refusal:
                 await batcher.predict(["late"], truncate=False)
@@ -155,9 +163,9 @@ def test_a_text_that_waits_past_its_deadline_is_given_up(slot: Slot, engine: Any
     run(test)
 
 
-def test_a_full_queue_refuses_and_recovers(slot: Slot, engine: Any) -> None:
+def test_a_full_queue_refuses_and_recovers(active_models: ActiveModels, engine: Any) -> None:
     async def test() -> None:
-        with batcher_of(slot, queue_tokens=10) as batcher:
+        with batcher_of(active_models, queue_tokens=10) as batcher:
             first = await hold_up(batcher, engine)
             second = asyncio.ensure_future(batcher.predict(["b b b b b b"], truncate=False))
             await until(lambda: batcher.queue_tokens == 7)
@@ -171,9 +179,9 @@ def test_a_full_queue_refuses_and_recovers(slot: Slot, engine: Any) -> None:
     run(test)
 
 
-def test_a_request_that_the_queue_can_never_hold_is_told_so(slot: Slot) -> None:
+def test_a_request_that_the_queue_can_never_hold_is_told_so(active_models: ActiveModels) -> None:
     async def test() -> None:
-        with batcher_of(slot, queue_tokens=10) as batcher:
+        with batcher_of(active_models, queue_tokens=10) as batcher:
             with pytest.raises(RequestTooLarge) as refusal:
                 await batcher.predict(["a b c d"] * 3, truncate=False)
             assert (refusal.value.tokens, refusal.value.limit) == (12, 10)
@@ -181,9 +189,9 @@ def test_a_request_that_the_queue_can_never_hold_is_told_so(slot: Slot) -> None:
     run(test)
 
 
-def test_a_long_text_is_refused_or_truncated_as_asked(slot: Slot) -> None:
+def test_a_long_text_is_refused_or_truncated_as_asked(active_models: ActiveModels) -> None:
     async def test() -> None:
-        with batcher_of(slot) as batcher:
+        with batcher_of(active_models) as batcher:
             with pytest.raises(TextTooLong) as refusal:
                 await batcher.predict(["a", "b " * 33], truncate=False)
             assert (refusal.value.index, refusal.value.tokens, refusal.value.limit) == (1, 33, 32)
@@ -194,7 +202,7 @@ def test_a_long_text_is_refused_or_truncated_as_asked(slot: Slot) -> None:
 
 
 def test_a_failing_engine_fails_the_batch_and_not_the_batcher(
-    slot: Slot, new_engine: Any, new_student: Any
+    active_models: ActiveModels, new_engine: Any, new_student: Any
 ) -> None:
     failing = [True]
 
@@ -203,8 +211,8 @@ def test_a_failing_engine_fails_the_batch_and_not_the_batcher(
             raise RuntimeError("no memory")
 
     async def test() -> None:
-        slot.swap("default", new_student(new_engine(fail_once)))
-        with batcher_of(slot) as batcher:
+        active_models.swap("default", new_student(new_engine(fail_once)))
+        with batcher_of(active_models) as batcher:
             with pytest.raises(EngineFailed, match="no memory"):
                 await batcher.predict(["a"], truncate=False)
             assert batcher.queue_tokens == 0
@@ -215,23 +223,26 @@ def test_a_failing_engine_fails_the_batch_and_not_the_batcher(
 
 def test_without_a_student_the_alias_is_named() -> None:
     async def test() -> None:
-        with batcher_of(Slot()) as batcher, pytest.raises(NoStudent, match="challenger"):
+        with (
+            batcher_of(ActiveModels()) as batcher,
+            pytest.raises(NoActiveModel, match="challenger"),
+        ):
             await batcher.predict(["a"], truncate=False, alias="challenger")
 
     run(test)
 
 
 def test_a_running_batch_ends_on_the_student_it_began_with(
-    slot: Slot, engine: Any, new_engine: Any, new_student: Any
+    active_models: ActiveModels, engine: Any, new_engine: Any, new_student: Any
 ) -> None:
     async def test() -> None:
-        former = slot.active()
+        former = active_models.get()
         assert former is not None
-        with batcher_of(slot) as batcher:
+        with batcher_of(active_models) as batcher:
             first = await hold_up(batcher, engine)
             queued = asyncio.ensure_future(batcher.predict(["b"], truncate=False))
             await until(lambda: batcher.queue_tokens == 2)
-            slot.swap("default", new_student(new_engine(), version="v2"))
+            active_models.swap("default", new_student(new_engine(), version="v2"))
             later = asyncio.ensure_future(batcher.predict(["c"], truncate=False))
             await until(lambda: batcher.queue_tokens == 3)
             assert not engine.is_closed
@@ -245,16 +256,16 @@ def test_a_running_batch_ends_on_the_student_it_began_with(
 
 
 def test_a_cancelled_request_does_not_close_the_student_under_its_running_batch(
-    slot: Slot, engine: Any, new_student: Any
+    active_models: ActiveModels, engine: Any, new_student: Any
 ) -> None:
     async def test() -> None:
-        former = slot.active()
+        former = active_models.get()
         assert former is not None
-        with batcher_of(slot) as batcher:
+        with batcher_of(active_models) as batcher:
             first = await hold_up(batcher, engine)
             first.cancel()
             await asyncio.wait([first])
-            slot.swap("default", new_student(version="v2"))
+            active_models.swap("default", new_student(version="v2"))
             assert not engine.is_closed
             engine.open.set()
             assert await asyncio.to_thread(former.closed.wait, 20)
@@ -262,9 +273,9 @@ def test_a_cancelled_request_does_not_close_the_student_under_its_running_batch(
     run(test)
 
 
-def test_lanes_run_batches_of_one_student_at_once(slot: Slot, engine: Any) -> None:
+def test_lanes_run_batches_of_one_student_at_once(active_models: ActiveModels, engine: Any) -> None:
     async def test() -> None:
-        with batcher_of(slot, lanes=2, batch_tokens=1) as batcher:
+        with batcher_of(active_models, lanes=2, batch_tokens=1) as batcher:
             engine.open.clear()
             both = [asyncio.ensure_future(batcher.predict([text], truncate=False)) for text in "ab"]
             await until(lambda: len(engine.batches) == 2)
@@ -275,22 +286,28 @@ def test_lanes_run_batches_of_one_student_at_once(slot: Slot, engine: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("on_processor", "tokens_per_second", "threads"),
+    ("runs_on_cpu", "tokens_per_second", "threads"),
     [(True, 100.0, [2, 1, 1]), (False, 100.0, [2, 2]), (True, 1e12, [2, 2])],
 )
 def test_a_lane_splits_where_enough_waits_on_a_processor_that_takes_its_time(
-    slot: Slot, engine: Any, on_processor: bool, tokens_per_second: float, threads: list[int]
+    active_models: ActiveModels,
+    engine: Any,
+    runs_on_cpu: bool,
+    tokens_per_second: float,
+    threads: list[int],
 ) -> None:
-    engine.on_processor = on_processor
-    enough = ["a " * 31 + "a"] * (3 * ENOUGH_TOKENS // 32)
+    engine.runs_on_cpu = runs_on_cpu
+    enough = ["a " * 31 + "a"] * (3 * MIN_TOKENS_PER_THREAD // 32)
 
     async def test() -> None:
-        with batcher_of(slot, threads=2, batch_tokens=2 * ENOUGH_TOKENS) as batcher:
+        with batcher_of(
+            active_models, threads=2, batch_tokens=2 * MIN_TOKENS_PER_THREAD
+        ) as batcher:
             first = await hold_up(batcher, engine)
             rest = [
                 asyncio.ensure_future(batcher.predict([text], truncate=False)) for text in enough
             ]
-            await until(lambda: batcher.queue_tokens == 1 + 3 * ENOUGH_TOKENS)
+            await until(lambda: batcher.queue_tokens == 1 + 3 * MIN_TOKENS_PER_THREAD)
             batcher._tokens_per_second = tokens_per_second
             engine.open.set()
             await asyncio.gather(first, *rest)

@@ -3,21 +3,21 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.api.serving.batching.request_queue import WaitingText, WaitingTexts
+from services.api.serving.batching.request_queue import QueuedText, RequestQueue
 
 
-def text(length: int, *, group: str = "a") -> WaitingText[str, None]:
-    return WaitingText(group, None, 0, [7] * length)
+def text(length: int, *, group: str = "a") -> QueuedText[str, None]:
+    return QueuedText(group, None, 0, [7] * length)
 
 
-def queue_of(*texts: WaitingText[str, None]) -> WaitingTexts[str, None]:
-    waiting: WaitingTexts[str, None] = WaitingTexts()
+def queue_of(*texts: QueuedText[str, None]) -> RequestQueue[str, None]:
+    waiting: RequestQueue[str, None] = RequestQueue()
     for each in texts:
         waiting.add(each)
     return waiting
 
 
-def lengths(batch: list[WaitingText[str, None]]) -> list[int]:
+def lengths(batch: list[QueuedText[str, None]]) -> list[int]:
     return [len(each.tokens) for each in batch]
 
 

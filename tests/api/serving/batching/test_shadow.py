@@ -7,29 +7,29 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.api.serving.active_models import Slot
+from services.api.serving.active_models import ActiveModels
 from services.api.serving.batching.batcher import Batcher
 from services.api.serving.batching.shadow import Shadow
-from services.api.serving.metrics import Measures
+from services.api.serving.metrics import ServingMetrics
 from services.api.serving.settings import ServingSettings
 
-Parts = tuple[Slot, Batcher, Callable[[float], Shadow], CollectorRegistry]
+Parts = tuple[ActiveModels, Batcher, Callable[[float], Shadow], CollectorRegistry]
 
 
 @pytest.fixture
 def parts(new_student: Any) -> Iterator[Parts]:
-    slot, registry = Slot(), CollectorRegistry()
-    slot.swap("default", new_student())
-    slot.swap("challenger", new_student(version="v2"))
+    active_models, registry = ActiveModels(), CollectorRegistry()
+    active_models.swap("default", new_student())
+    active_models.swap("challenger", new_student(version="v2"))
     settings = ServingSettings(lanes=1, batch_tokens=8)
-    measures = Measures(registry)
-    batcher = Batcher(slot, settings, measures=measures)
+    metrics = ServingMetrics(registry)
+    batcher = Batcher(active_models, settings, metrics=metrics)
 
     def shadow(share: float) -> Shadow:
         sharing = settings.model_copy(update={"shadow_share": share})
-        return Shadow(slot, batcher, sharing, measures=measures)
+        return Shadow(active_models, batcher, sharing, metrics=metrics)
 
-    yield slot, batcher, shadow, registry
+    yield active_models, batcher, shadow, registry
     batcher.close()
 
 
@@ -52,8 +52,8 @@ def test_a_share_of_requests_is_compared_head_by_head(parts: Parts) -> None:
         shadow = new_shadow(0.5)
         for _ in range(4):
             answers = await batcher.predict(["a b c", "ffff"], truncate=False)
-            shadow.follow(["a b c", "ffff"], answers, truncate=False, alias="default")
-            await shadow.settle()
+            shadow.mirror(["a b c", "ffff"], answers, truncate=False, alias="default")
+            await shadow.drain()
 
     run(test)
     assert counted(registry, "tone", "true") == 4  # two of four requests, two texts each
@@ -67,8 +67,8 @@ def test_disagreement_is_counted_as_such(parts: Parts) -> None:
     async def test() -> None:
         shadow = new_shadow(1.0)
         other = await batcher.predict(["ffff"], truncate=False)  # decides otherwise than "a b c"
-        shadow.follow(["a b c"], other, truncate=False, alias="default")
-        await shadow.settle()
+        shadow.mirror(["a b c"], other, truncate=False, alias="default")
+        await shadow.drain()
 
     run(test)
     assert counted(registry, "tone", "false") == 1
@@ -76,16 +76,16 @@ def test_disagreement_is_counted_as_such(parts: Parts) -> None:
 
 @pytest.mark.parametrize("case", ["no share", "asked itself", "nobody there"])
 def test_the_shadow_stays_out_where_it_has_no_business(parts: Parts, case: str) -> None:
-    slot, batcher, new_shadow, registry = parts
+    active_models, batcher, new_shadow, registry = parts
 
     async def test() -> None:
         shadow = new_shadow(0.0 if case == "no share" else 1.0)
         if case == "nobody there":
-            slot.swap("challenger", None)
+            active_models.swap("challenger", None)
         answers = await batcher.predict(["a"], truncate=False)
         alias = "challenger" if case == "asked itself" else "default"
-        shadow.follow(["a"], answers, truncate=False, alias=alias)
-        await shadow.settle()
+        shadow.mirror(["a"], answers, truncate=False, alias=alias)
+        await shadow.drain()
 
     run(test)
     assert counted(registry, "tone", "true") == 0
@@ -94,17 +94,17 @@ def test_the_shadow_stays_out_where_it_has_no_business(parts: Parts, case: str) 
 def test_a_shadow_that_fails_costs_nobody_anything(
     parts: Parts, new_engine: Any, new_student: Any
 ) -> None:
-    slot, batcher, new_shadow, registry = parts
+    active_models, batcher, new_shadow, registry = parts
 
     def fail() -> None:
         raise RuntimeError("broken challenger")
 
     async def test() -> None:
-        slot.swap("challenger", new_student(new_engine(fail)))
+        active_models.swap("challenger", new_student(new_engine(fail)))
         shadow = new_shadow(1.0)
         answers = await batcher.predict(["a"], truncate=False)
-        shadow.follow(["a"], answers, truncate=False, alias="default")
-        await shadow.settle()
+        shadow.mirror(["a"], answers, truncate=False, alias="default")
+        await shadow.drain()
 
     run(test)
     assert counted(registry, "tone", "true") == 0

@@ -2,7 +2,11 @@
 
 import pytest
 
-from services.api.serving.batching.thread_allocation import ENOUGH_TOKENS, Share, next_share
+from services.api.serving.batching.thread_allocation import (
+    MIN_TOKENS_PER_THREAD,
+    ThreadAllocation,
+    allocate,
+)
 from services.api.serving.settings import ServingSettings
 
 TWO_LANES = ServingSettings(lanes=2, threads=4, batch_tokens=512)
@@ -10,22 +14,25 @@ TWO_LANES = ServingSettings(lanes=2, threads=4, batch_tokens=512)
 
 def share(
     waiting: int, *, free: int = 8, may_split: bool = True, settings: ServingSettings = TWO_LANES
-) -> Share | None:
-    return next_share(settings, free_threads=free, waiting_tokens=waiting, may_split=may_split)
+) -> ThreadAllocation | None:
+    return allocate(settings, free_threads=free, queued_tokens=waiting, may_split=may_split)
 
 
 def test_a_lone_text_gets_all_threads_of_a_lane() -> None:
-    assert share(40) == Share(threads=4, tokens=ENOUGH_TOKENS)
+    assert share(40) == ThreadAllocation(threads=4, tokens=MIN_TOKENS_PER_THREAD)
 
 
 def test_a_lane_splits_once_every_free_thread_finds_enough() -> None:
-    enough = 8 * ENOUGH_TOKENS
+    enough = 8 * MIN_TOKENS_PER_THREAD
     before, after = share(enough - 1), share(enough)
-    assert (before, after) == (Share(4, enough // 2), Share(1, ENOUGH_TOKENS))
+    assert (before, after) == (
+        ThreadAllocation(4, enough // 2),
+        ThreadAllocation(1, MIN_TOKENS_PER_THREAD),
+    )
 
 
 def test_a_thread_that_falls_idle_alone_does_not_wait_for_the_others() -> None:
-    assert share(40, free=3) == Share(1, ENOUGH_TOKENS)
+    assert share(40, free=3) == ThreadAllocation(1, MIN_TOKENS_PER_THREAD)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +41,11 @@ def test_a_thread_that_falls_idle_alone_does_not_wait_for_the_others() -> None:
 def test_what_waits_is_dealt_out_so_that_all_threads_finish_together(
     waiting: int, tokens: int
 ) -> None:
-    assert share(waiting) == Share(1, tokens)
+    assert share(waiting) == ThreadAllocation(1, tokens)
 
 
 def test_an_accelerator_takes_whole_lanes_and_waits_for_one() -> None:
-    assert share(100_000, may_split=False) == Share(4, 511)
+    assert share(100_000, may_split=False) == ThreadAllocation(4, 511)
     assert share(100_000, free=3, may_split=False) is None
 
 
@@ -48,4 +55,4 @@ def test_nothing_is_left_to_give_where_every_thread_works() -> None:
 
 def test_small_batches_stay_small() -> None:
     small = ServingSettings(lanes=1, threads=1, batch_tokens=8)
-    assert share(1000, free=1, settings=small) == Share(1, 8)
+    assert share(1000, free=1, settings=small) == ThreadAllocation(1, 8)

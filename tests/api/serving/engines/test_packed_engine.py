@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from services.api.serving.engines.packed_engine import PackedEngine, pack
-from services.api.serving.engines.packed_weights import take_backbone, take_heads, why_not
+from services.api.serving.engines.packed_weights import (
+    take_backbone,
+    take_heads,
+    unsupported_reason,
+)
 from services.api.serving.rollout.model_loader import build_engine
 from services.api.serving.settings import EngineChoice, ServingSettings
 from services.shared.datasets.card import Head
@@ -132,13 +136,13 @@ def test_packing_keeps_every_token_in_its_place(lengths: list[int]) -> None:
     texts = [
         [index * 10 + place for place in range(length)] for index, length in enumerate(lengths)
     ]
-    packing = pack(texts)
-    ends = (packing.last + 1).tolist()
+    batch = pack(texts)
+    ends = (batch.last + 1).tolist()
     starts = [0, *ends[:-1]]
     for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        assert packing.tokens[start:end].tolist() == texts[packing.order[place]]
-        assert packing.positions[start:end].tolist() == list(range(end - start))
-    covered = [start + n for start, count, length in packing.runs for n in range(count * length)]
+        assert batch.tokens[start:end].tolist() == texts[batch.order[place]]
+        assert batch.positions[start:end].tolist() == list(range(end - start))
+    covered = [start + n for start, count, length in batch.groups for n in range(count * length)]
     assert covered == list(range(sum(lengths)))
 
 
@@ -159,13 +163,13 @@ def test_other_backbones_are_left_to_transformers(
     family: str, options: dict[str, Any], obstacle: str
 ) -> None:
     config = AutoConfig.for_model(family, **{**SHAPE, **options})
-    assert obstacle in str(why_not(config, max_length=MAX_LENGTH))
+    assert obstacle in str(unsupported_reason(config, max_length=MAX_LENGTH))
 
 
 def test_a_window_longer_than_every_text_is_no_obstacle() -> None:
     options = {"use_sliding_window": True, "sliding_window": MAX_LENGTH, "max_window_layers": 0}
     config = AutoConfig.for_model("qwen3", **{**SHAPE, **options})
-    assert why_not(config, max_length=MAX_LENGTH) is None
+    assert unsupported_reason(config, max_length=MAX_LENGTH) is None
 
 
 def test_packing_uses_up_the_classifier_and_not_twice_the_memory() -> None:

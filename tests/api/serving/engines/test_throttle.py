@@ -33,32 +33,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 def test_it_rests_as_long_as_it_worked_but_never_long(clock: Clock) -> None:
-    with throttle.aside(lambda: True):
+    with throttle.throttled(lambda: True):
         clock.now += 0.25
-        throttle.rest()
+        throttle.yield_to_requests()
         clock.now += 0.125
-        throttle.rest()
+        throttle.yield_to_requests()
         clock.now += 60
-        throttle.rest()
+        throttle.yield_to_requests()
     assert clock.slept == [0.25, 0.125, 0.5]
 
 
 def test_it_goes_on_while_no_request_is_under_way(clock: Clock) -> None:
     wanted = False
-    with throttle.aside(lambda: wanted):
+    with throttle.throttled(lambda: wanted):
         clock.now += 0.25
-        throttle.rest()
+        throttle.yield_to_requests()
         wanted = True
         clock.now += 0.125
-        throttle.rest()
+        throttle.yield_to_requests()
     assert clock.slept == [0.125]  # what nobody waited for is not made up for
 
 
 def test_only_the_thread_that_works_aside_rests(clock: Clock) -> None:
-    with throttle.aside(lambda: True):
+    with throttle.throttled(lambda: True):
         clock.now += 1
-        lane = threading.Thread(target=throttle.rest)
+        lane = threading.Thread(target=throttle.yield_to_requests)
         lane.start()
         lane.join()
-    throttle.rest()
+    throttle.yield_to_requests()
     assert clock.slept == []

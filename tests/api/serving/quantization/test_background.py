@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from services.api.serving.memory_headroom import memory_to_prepare
+from services.api.serving.memory_headroom import bytes_to_quantize
 from services.api.serving.predictor import Predictor
-from services.api.serving.promotion import NoReports, Promoted
-from services.api.serving.quantization.background import Preparer, is_worth_preparing
+from services.api.serving.promotion import NullListener, Promotion
+from services.api.serving.quantization.background import BackgroundQuantizer, should_quantize
 from services.api.serving.quantization.record import (
-    PreparedInt8,
-    manifest_hash,
-    prepared_weights,
-    read_prepared,
-    write_prepared,
+    QuantizationRecord,
+    int8_weights_path,
+    manifest_sha256_of,
+    read_quantization_record,
+    write_quantization_record,
 )
 from services.api.serving.settings import EngineChoice, ServingSettings
 from services.shared.jobs.gates import Int8Gate
@@ -26,35 +26,35 @@ from services.shared.jobs.gates import Int8Gate
 SETTINGS = ServingSettings(prepare_int8_from_bytes=100)
 
 
-def leave_report(promoted: Promoted, *, passed: bool) -> None:
+def leave_report(promoted: Promotion, *, passed: bool) -> None:
     """Write what a preparation leaves beside its artifact."""
-    weights = prepared_weights(promoted.directory)
+    weights = int8_weights_path(promoted.directory)
     weights.parent.mkdir()
     weights.write_bytes(b"")
-    report = PreparedInt8(
-        manifest_sha256=manifest_hash(promoted.directory),
+    report = QuantizationRecord(
+        manifest_sha256=manifest_sha256_of(promoted.directory),
         weights_sha256="",
         largest_activation=127,
         calibration_texts=1,
         heads={},
         passed=passed,
     )
-    write_prepared(promoted.directory, report)
+    write_quantization_record(promoted.directory, report)
 
 
 @pytest.fixture
-def promoted(tmp_path: Path) -> Promoted:
+def promoted(tmp_path: Path) -> Promotion:
     """A student of fifty weights and an empty dataset."""
     artifact, dataset = tmp_path / "artifact", tmp_path / "dataset"
     artifact.mkdir()
     dataset.mkdir()
     save_file({"weight": torch.zeros(50)}, artifact / "model.safetensors")
     (artifact / "manifest.json").write_text("{}")
-    return Promoted("prm_1", "default", "mdl_1", "m", "mdl_1", artifact, dataset)
+    return Promotion("prm_1", "default", "mdl_1", "m", "mdl_1", artifact, dataset)
 
 
-def test_a_large_student_with_held_out_texts_is_worth_it(promoted: Promoted) -> None:
-    assert is_worth_preparing(promoted, SETTINGS)
+def test_a_large_student_with_held_out_texts_is_worth_it(promoted: Promotion) -> None:
+    assert should_quantize(promoted, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -67,31 +67,31 @@ def test_a_large_student_with_held_out_texts_is_worth_it(promoted: Promoted) -> 
     ids=str,
 )
 def test_it_is_not_worth_it_where_it_could_not_serve_or_gain(
-    promoted: Promoted, change: dict[str, Any]
+    promoted: Promotion, change: dict[str, Any]
 ) -> None:
-    assert not is_worth_preparing(promoted, SETTINGS.model_copy(update=change))
+    assert not should_quantize(promoted, SETTINGS.model_copy(update=change))
 
 
-def test_it_cannot_be_compared_without_its_dataset(promoted: Promoted) -> None:
+def test_it_cannot_be_compared_without_its_dataset(promoted: Promotion) -> None:
     assert promoted.dataset_dir is not None
     promoted.dataset_dir.rmdir()
-    assert not is_worth_preparing(promoted, SETTINGS)
+    assert not should_quantize(promoted, SETTINGS)
 
 
-def test_what_was_tried_is_not_tried_again_unless_exported_anew(promoted: Promoted) -> None:
+def test_what_was_tried_is_not_tried_again_unless_exported_anew(promoted: Promotion) -> None:
     leave_report(promoted, passed=False)
-    assert read_prepared(promoted.directory) is not None
-    assert not is_worth_preparing(promoted, SETTINGS)
+    assert read_quantization_record(promoted.directory) is not None
+    assert not should_quantize(promoted, SETTINGS)
     (promoted.directory / "manifest.json").write_text('{"again": true}')
-    assert is_worth_preparing(promoted, SETTINGS)
+    assert should_quantize(promoted, SETTINGS)
 
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_what_was_prepared_is_told_whether_it_passed_or_not(
-    promoted: Promoted, tmp_path: Path, passed: bool
+    promoted: Promotion, tmp_path: Path, passed: bool
 ) -> None:
     leave_report(promoted, passed=passed)
-    prepared = prepared_weights(promoted.directory).parent
+    prepared = int8_weights_path(promoted.directory).parent
     prepared.rename(tmp_path / "report")
     script = tmp_path / "prepare"
     script.write_text(f'#!/bin/sh\nmv "{tmp_path}/report/"* "$3/prepared"\n')
@@ -99,15 +99,15 @@ def test_what_was_prepared_is_told_whether_it_passed_or_not(
     assert work_off(promoted, python=str(script)) == [promoted]
 
 
-def test_a_preparation_that_leaves_nothing_is_not_told(promoted: Promoted) -> None:
+def test_a_preparation_that_leaves_nothing_is_not_told(promoted: Promotion) -> None:
     assert work_off(promoted, python="true") == []
 
 
-def work_off(promoted: Promoted, *, python: str) -> list[Promoted]:
-    told: list[Promoted] = []
-    preparer = Preparer(SETTINGS, on_prepared=told.append, python=python)
+def work_off(promoted: Promotion, *, python: str) -> list[Promotion]:
+    told: list[Promotion] = []
+    preparer = BackgroundQuantizer(SETTINGS, on_quantized=told.append, python=python)
     preparer.start()
-    preparer.consider(promoted)
+    preparer.submit(promoted)
     preparer._queue.put(None)
     preparer._thread.join(60)
     assert not preparer._thread.is_alive()
@@ -116,50 +116,50 @@ def work_off(promoted: Promoted, *, python: str) -> list[Promoted]:
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_the_gate_is_reported_and_only_what_passed_is_loaded_again(
-    promoted: Promoted, passed: bool, monkeypatch: pytest.MonkeyPatch
+    promoted: Promotion, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gates: list[tuple[str, Int8Gate]] = []
     loaded: list[str] = []
 
-    class Reports(NoReports):
-        def prepared(self, promoted: Promoted, gate: Int8Gate) -> None:
+    class Listener(NullListener):
+        def on_int8_gate(self, promoted: Promotion, gate: Int8Gate) -> None:
             gates.append((promoted.model_id, gate))
 
-    predictor = Predictor(SETTINGS, promotions=list, reports=Reports())
-    monkeypatch.setattr(predictor._follower, "reload", loaded.append)
-    predictor._prepared(promoted)
+    predictor = Predictor(SETTINGS, promotions=list, listener=Listener())
+    monkeypatch.setattr(predictor._watcher, "reload", loaded.append)
+    predictor._handle_quantized(promoted)
     assert (gates, loaded) == ([], [])  # nothing was left beside the artifact
     leave_report(promoted, passed=passed)
-    predictor._prepared(promoted)
+    predictor._handle_quantized(promoted)
     assert gates == [("mdl_1", Int8Gate(passed=passed, calibration_texts=1, heads={}))]
     assert loaded == (["mdl_1"] if passed else [])
 
 
-def test_a_preparation_that_cannot_start_is_survived(promoted: Promoted) -> None:
-    preparer = Preparer(SETTINGS, on_prepared=lambda _: None, python="/no/such/python")
+def test_a_preparation_that_cannot_start_is_survived(promoted: Promotion) -> None:
+    preparer = BackgroundQuantizer(SETTINGS, on_quantized=lambda _: None, python="/no/such/python")
     preparer.start()
-    preparer.consider(promoted)
+    preparer.submit(promoted)
     preparer.stop(timeout_seconds=30)
     assert not preparer._thread.is_alive()
 
 
-def test_stopping_ends_a_preparation_under_way(promoted: Promoted, tmp_path: Path) -> None:
+def test_stopping_ends_a_preparation_under_way(promoted: Promotion, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\ntouch $3/started\nexec sleep 600\n")
     slow.chmod(0o755)
-    preparer = Preparer(SETTINGS, on_prepared=lambda _: None, python=str(slow))
+    preparer = BackgroundQuantizer(SETTINGS, on_quantized=lambda _: None, python=str(slow))
     preparer.start()
-    preparer.consider(promoted)
+    preparer.submit(promoted)
     wait_for(promoted.directory / "started")
     preparer.stop(timeout_seconds=30)
     assert not preparer._thread.is_alive()
 
 
 def test_of_two_processes_one_prepares_and_both_are_told(
-    promoted: Promoted, tmp_path: Path
+    promoted: Promotion, tmp_path: Path
 ) -> None:
     leave_report(promoted, passed=True)
-    prepared_weights(promoted.directory).parent.rename(tmp_path / "report")
+    int8_weights_path(promoted.directory).parent.rename(tmp_path / "report")
     go_on = tmp_path / "go-on"
     script = tmp_path / "prepare"
     script.write_text(
@@ -169,14 +169,16 @@ def test_of_two_processes_one_prepares_and_both_are_told(
         f'mv "{tmp_path}/report/"* "$3/prepared"\n'
     )
     script.chmod(0o755)
-    told: list[Promoted] = []
+    told: list[Promotion] = []
     preparers = [
-        Preparer(SETTINGS, on_prepared=told.append, python=str(script), retry_seconds=0.01)
+        BackgroundQuantizer(
+            SETTINGS, on_quantized=told.append, python=str(script), retry_seconds=0.01
+        )
         for _ in range(2)
     ]
     for preparer in preparers:
         preparer.start()
-        preparer.consider(promoted)
+        preparer.submit(promoted)
     wait_for(tmp_path / "runs")
     time.sleep(0.2)  # the other one tries in vain meanwhile
     assert told == []
@@ -189,9 +191,9 @@ def test_of_two_processes_one_prepares_and_both_are_told(
 
 
 def test_it_waits_until_memory_is_there(
-    promoted: Promoted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    promoted: Promotion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = memory_to_prepare(promoted.directory, SETTINGS) - 1
+    free = bytes_to_quantize(promoted.directory, SETTINGS) - 1
     asked = threading.Semaphore(0)
 
     def available() -> int:
@@ -202,11 +204,11 @@ def test_it_waits_until_memory_is_there(
     script = tmp_path / "prepare"
     script.write_text(f'#!/bin/sh\ntouch "{tmp_path}/ran"\n')
     script.chmod(0o755)
-    preparer = Preparer(
-        SETTINGS, on_prepared=lambda _: None, python=str(script), retry_seconds=0.01
+    preparer = BackgroundQuantizer(
+        SETTINGS, on_quantized=lambda _: None, python=str(script), retry_seconds=0.01
     )
     preparer.start()
-    preparer.consider(promoted)
+    preparer.submit(promoted)
     for _ in range(3):
         assert asked.acquire(timeout=30)
     assert not (tmp_path / "ran").exists()

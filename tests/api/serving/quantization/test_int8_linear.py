@@ -11,25 +11,25 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from services.api.serving.engines.packed_weights import Product
+from services.api.serving.engines.packed_weights import LinearWeights
 from services.api.serving.quantization.int8_linear import (
-    LARGEST,
-    LARGEST_IN_16_BITS,
-    Conversions,
+    INT8_MAX,
+    INT8_MAX_WITHOUT_VNNI,
     Int8Linear,
-    compiled_conversions,
-    largest_activation,
-    quantise_product,
-    quantise_tokens,
+    Int8Ops,
+    activation_limit,
+    compiled_int8_ops,
+    quantize_activations,
+    quantize_weights,
 )
-from services.api.serving.quantization.quantize import compare, prepare_int8
+from services.api.serving.quantization.quantize import compare_heads, quantize_student
 from services.api.serving.quantization.record import (
-    PreparedInt8,
-    prepared_weights,
-    read_prepared,
-    write_prepared,
+    QuantizationRecord,
+    int8_weights_path,
+    read_quantization_record,
+    write_quantization_record,
 )
-from services.api.serving.quantization.smoothquant import largest_activations, smooth
+from services.api.serving.quantization.smoothquant import activation_maxima, smooth
 from services.api.serving.rollout.model_loader import build_engine
 from services.api.serving.settings import EngineChoice, ServingDtype, ServingSettings
 from services.shared.datasets.card import Head, HeadType
@@ -78,7 +78,7 @@ def test_an_8_bit_product_is_within_two_percent_of_the_exact_one() -> None:
     weight, bias, x = torch.randn(96, 64), torch.randn(96), torch.randn(33, 64) * 5
     x[3] = 0.0
     exact = torch.nn.functional.linear(x, weight, bias)
-    given = Int8Linear(quantise_product(Product(weight, bias)), Conversions())(x)
+    given = Int8Linear(quantize_weights(LinearWeights(weight, bias)), Int8Ops())(x)
     # 1.3 % with 63 steps to either side of zero; with 127, where VNNI is, less.
     assert ((given - exact).norm() / exact.norm()).item() < 0.02
     torch.testing.assert_close(given[3], bias)
@@ -86,7 +86,7 @@ def test_an_8_bit_product_is_within_two_percent_of_the_exact_one() -> None:
 
 def test_products_of_the_largest_numbers_do_not_overflow() -> None:
     x, weight = torch.full((16, 256), 3.0), torch.full((64, 256), 2.0)
-    given = Int8Linear(quantise_product(Product(weight, None)), Conversions())(torch.cat([x, -x]))
+    given = Int8Linear(quantize_weights(LinearWeights(weight, None)), Int8Ops())(torch.cat([x, -x]))
     exact = torch.nn.functional.linear(torch.cat([x, -x]), weight)
     torch.testing.assert_close(given, exact, atol=0.0, rtol=1e-5)
 
@@ -95,7 +95,7 @@ def test_a_token_with_an_outlier_does_not_coarsen_the_others() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 64)
     x[2, 7] = 1000.0
-    tokens, scale = quantise_tokens(x, LARGEST)
+    tokens, scale = quantize_activations(x, INT8_MAX)
     back = (tokens.float() - 128) * scale
     error = (back - x).abs().amax(dim=1)
     assert error[[0, 1, 3]].max().item() < 0.02
@@ -106,10 +106,10 @@ def test_a_token_with_an_outlier_does_not_coarsen_the_others() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
 def test_compiled_conversions_give_what_the_plain_ones_give() -> None:
     torch.manual_seed(0)
-    product = quantise_product(Product(torch.randn(48, 32), torch.randn(48)))
+    product = quantize_weights(LinearWeights(torch.randn(48, 32), torch.randn(48)))
     plain, compiled = (
-        Int8Linear(product, Conversions()),
-        Int8Linear(product, compiled_conversions()),
+        Int8Linear(product, Int8Ops()),
+        Int8Linear(product, compiled_int8_ops()),
     )
     for rows in (1, 2, 17):
         x = torch.randn(rows, 32)
@@ -123,13 +123,13 @@ def test_smoothing_evens_out_outliers_and_leaves_the_logits_alone(new_artifact: 
             layer.input_layernorm.weight[3] *= 20
     texts = [[5, 9, 7, 30], [8, 8, 200, 31, 4, 90]]
     before = [classifier(torch.tensor([text])) for text in texts]
-    largest = largest_activations(classifier, texts)
+    largest = activation_maxima(classifier, texts)
     smooth(classifier, largest)
     after = [classifier(torch.tensor([text])) for text in texts]
     for old, new in zip(before, after, strict=True):
         for head in old:
             torch.testing.assert_close(new[head], old[head], atol=1e-4, rtol=1e-4)
-    evened = largest_activations(classifier, texts)
+    evened = activation_maxima(classifier, texts)
     for name in largest[0]:
         spread = [values[0][name].max() / values[0][name].median() for values in (largest, evened)]
         assert spread[1] < spread[0]
@@ -139,8 +139,8 @@ def test_preparing_records_how_the_8_bit_student_compares(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    prepared = prepare_int8(directory, dataset, texts=60, threads=1)
-    assert prepared == read_prepared(directory)
+    prepared = quantize_student(directory, dataset, texts=60, threads=1)
+    assert prepared == read_quantization_record(directory)
     assert {head.texts for head in prepared.heads.values()} == {60}
     # Random weights decide many texts by a hair, so a few may turn; a broken path turns half.
     assert min(head.agreement for head in prepared.heads.values()) > 0.9
@@ -151,7 +151,7 @@ def test_what_passed_its_gate_serves_and_answers_nearly_alike(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    record_gate(directory, prepare_int8(directory, dataset, texts=10, threads=1), passed=True)
+    record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=True)
     artifact = read_artifact(directory)
     engine = build_engine(artifact, SETTINGS)
     assert engine.kind == "packed-int8"
@@ -166,7 +166,7 @@ def test_what_failed_its_gate_does_not_serve_in_8_bits(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    record_gate(directory, prepare_int8(directory, dataset, texts=10, threads=1), passed=False)
+    record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=False)
     assert build_engine(read_artifact(directory), SETTINGS).kind == "packed-float32"
 
 
@@ -174,31 +174,33 @@ def test_what_passed_on_another_kind_of_processor_does_not_serve_in_8_bits(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    prepared = prepare_int8(directory, dataset, texts=10, threads=1)
-    assert prepared.largest_activation == largest_activation()
-    [other] = {LARGEST, LARGEST_IN_16_BITS} - {largest_activation()}
+    prepared = quantize_student(directory, dataset, texts=10, threads=1)
+    assert prepared.largest_activation == activation_limit()
+    [other] = {INT8_MAX, INT8_MAX_WITHOUT_VNNI} - {activation_limit()}
     elsewhere = prepared.model_copy(update={"largest_activation": other})
     record_gate(directory, elsewhere, passed=True)
     only_int8 = SETTINGS.model_copy(update={"engine": EngineChoice.PACKED_INT8})
     assert build_engine(read_artifact(directory), SETTINGS).kind == "packed-float32"
-    with pytest.raises(ValueError, match="on a processor that"):
+    with pytest.raises(ValueError, match="on a CPU that"):
         build_engine(read_artifact(directory), only_int8)
 
 
-def record_gate(directory: Path, prepared: PreparedInt8, *, passed: bool) -> None:
+def record_gate(directory: Path, prepared: QuantizationRecord, *, passed: bool) -> None:
     heads = {
         name: head.model_copy(update={"passed": passed}) for name, head in prepared.heads.items()
     }
-    write_prepared(directory, prepared.model_copy(update={"heads": heads, "passed": passed}))
+    write_quantization_record(
+        directory, prepared.model_copy(update={"heads": heads, "passed": passed})
+    )
 
 
 def test_an_artifact_that_was_exported_anew_is_not_served_from_old_weights(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    record_gate(directory, prepare_int8(directory, dataset, texts=10, threads=1), passed=True)
+    record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=True)
     (directory / MANIFEST).write_text((directory / MANIFEST).read_text() + " ")
-    assert read_prepared(directory) is None
+    assert read_quantization_record(directory) is None
     assert build_engine(read_artifact(directory), SETTINGS).kind == "packed-float32"
 
 
@@ -206,8 +208,8 @@ def test_prepared_weights_that_were_altered_are_not_served(
     new_artifact: Callable[..., Path], dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    record_gate(directory, prepare_int8(directory, dataset, texts=10, threads=1), passed=True)
-    weights = prepared_weights(directory)
+    record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=True)
+    weights = int8_weights_path(directory)
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     only_int8 = SETTINGS.model_copy(update={"engine": EngineChoice.PACKED_INT8})
     with pytest.raises(ValueError, match="not those that passed"):
@@ -216,13 +218,13 @@ def test_prepared_weights_that_were_altered_are_not_served(
 
 def test_a_student_that_was_never_prepared_is_not_served_in_8_bits(new_artifact: Any) -> None:
     only_int8 = SETTINGS.model_copy(update={"engine": EngineChoice.PACKED_INT8})
-    with pytest.raises(ValueError, match="not prepared"):
+    with pytest.raises(ValueError, match="not quantized"):
         build_engine(read_artifact(new_artifact("qwen3")), only_int8)
 
 
 def test_an_encoder_cannot_be_prepared(new_artifact: Any, dataset: Path) -> None:
     with pytest.raises(ValueError, match="bert"):
-        prepare_int8(new_artifact("bert"), dataset, texts=10, threads=1)
+        quantize_student(new_artifact("bert"), dataset, texts=10, threads=1)
 
 
 TONE = Head(name="tone", labels=["bad", "good"])
@@ -247,11 +249,11 @@ def test_the_gate_wants_99_in_100_decisions_alike(flips: int, passed: bool) -> N
     before[:4] = 1 - before[:4]  # the exact student errs on four texts
     after = before.copy()
     after[:flips] = truth[:flips]  # the 8-bit one corrects some: other answers, better figures
-    [result] = compare(
+    [result] = compare_heads(
         [TONE],
         rows(TONE, truth),
         expected={"tone": logits(before)},
-        given={"tone": logits(after)},
+        actual={"tone": logits(after)},
         calibration={},
     ).values()
     assert result.agreement == pytest.approx(1 - flips / 200)
@@ -262,11 +264,11 @@ def test_the_gate_wants_macro_f1_within_three_tenths_of_a_point() -> None:
     truth = np.array([1] * 5 + [0] * 995)  # a rare class: few changes cost much
     after = truth.copy()
     after[0] = 0
-    [result] = compare(
+    [result] = compare_heads(
         [TONE],
         rows(TONE, truth),
         expected={"tone": logits(truth)},
-        given={"tone": logits(after)},
+        actual={"tone": logits(after)},
         calibration={},
     ).values()
     assert result.agreement == pytest.approx(0.999)
@@ -277,7 +279,7 @@ def test_the_gate_wants_macro_f1_within_three_tenths_of_a_point() -> None:
 def test_the_gate_does_not_pass_what_it_could_not_compare_with_labels() -> None:
     given = {"tone": logits([0, 1])}
     missing = rows(TONE, np.array([-100, -100], np.int32))
-    [result] = compare([TONE], missing, expected=given, given=given, calibration={}).values()
+    [result] = compare_heads([TONE], missing, expected=given, actual=given, calibration={}).values()
     assert not result.passed
 
 
@@ -286,11 +288,11 @@ def test_the_gate_counts_every_label_of_a_multi_label_head() -> None:
     exact = np.where(labels > 0, 1.0, -1.0)
     given = exact.copy()
     given[0, 1] = 1.0
-    [result] = compare(
+    [result] = compare_heads(
         [TOPICS],
         rows(TOPICS, labels),
         expected={"topics": exact},
-        given={"topics": given},
+        actual={"topics": given},
         calibration={},
     ).values()
     assert result.agreement == 0.75
@@ -302,11 +304,11 @@ def test_the_gate_counts_answers_as_serving_gives_them() -> None:
     exact = np.where(labels > 0, -1.0, -3.0)
     given = np.where(labels > 0, -2.2, -3.0)  # without thresholds both would never answer
     low = Calibration(thresholds={"book": 0.15, "food": 0.15})
-    [result] = compare(
+    [result] = compare_heads(
         [TOPICS],
         rows(TOPICS, labels),
         expected={"topics": exact},
-        given={"topics": given},
+        actual={"topics": given},
         calibration={"topics": low},
     ).values()
     assert (result.macro_f1_float32, result.macro_f1) == (1.0, 0.0)

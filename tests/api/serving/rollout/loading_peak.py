@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from services.api.serving.promotion import Promoted
+from services.api.serving.promotion import Promotion
 from services.api.serving.rollout.model_loader import load_student
 from services.api.serving.settings import ServingDtype, ServingSettings
 
@@ -17,7 +17,7 @@ SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDty
 
 
 def load(directory: str) -> object:
-    return load_student(Promoted("prm", "default", "mdl", "m", "v", Path(directory)), SETTINGS)
+    return load_student(Promotion("prm", "default", "mdl", "m", "v", Path(directory)), SETTINGS)
 
 
 def anonymous_bytes() -> int:

@@ -16,13 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.api.serving.engines.packed_engine import PackedEngine
-from services.api.serving.engines.throttle import aside
-from services.api.serving.memory_headroom import PEAK_OVER_SERVED, served_bytes
+from services.api.serving.engines.throttle import throttled
+from services.api.serving.memory_headroom import LOADING_PEAK_RATIO, serving_bytes
 from services.api.serving.predictor import Predictor
-from services.api.serving.promotion import Promoted, StudentRefused
-from services.api.serving.quantization.int8_linear import largest_activation
-from services.api.serving.quantization.record import PreparedInt8, manifest_hash, write_prepared
-from services.api.serving.quantization.weights_file import save_weights
+from services.api.serving.promotion import Promotion, StudentRefused
+from services.api.serving.quantization.int8_linear import activation_limit
+from services.api.serving.quantization.record import (
+    QuantizationRecord,
+    manifest_sha256_of,
+    write_quantization_record,
+)
+from services.api.serving.quantization.weights_file import save_int8_weights
 from services.api.serving.rollout.model_loader import load_student
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.files.hashing import file_sha256
@@ -33,8 +37,8 @@ TEXTS = ["the room was clean", "the battery died after two days", "a", "good boo
 SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDtype.FLOAT32)
 
 
-def promoted(directory: Path) -> Promoted:
-    return Promoted("prm_1", "default", "mdl_1", "reviews", "mdl_1", directory)
+def promoted(directory: Path) -> Promotion:
+    return Promotion("prm_1", "default", "mdl_1", "reviews", "mdl_1", directory)
 
 
 def reseal(directory: Path) -> None:
@@ -172,16 +176,16 @@ def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its
     directory = new_artifact("qwen3")
     first = load_student(promoted(directory), SETTINGS)
     classifier = load_classifier(directory)
-    digest = save_weights(classifier, directory)
-    passed = PreparedInt8(
-        manifest_sha256=manifest_hash(directory),
+    digest = save_int8_weights(classifier, directory)
+    passed = QuantizationRecord(
+        manifest_sha256=manifest_sha256_of(directory),
         weights_sha256=digest,
-        largest_activation=largest_activation(),
+        largest_activation=activation_limit(),
         calibration_texts=0,
         heads={},
         passed=True,
     )
-    write_prepared(directory, passed)
+    write_quantization_record(directory, passed)
     settings = SETTINGS.model_copy(update={"compile": False})
     second = load_student(promoted(directory), settings, serving=[first])
     assert second.engine.kind == "packed-int8"
@@ -197,10 +201,10 @@ def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
     script = Path(__file__).parent / "loading_peak.py"
     command = [sys.executable, str(script), str(first), str(second)]
     done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
-    served = served_bytes(second, bytes_per_weight=4)
+    served = serving_bytes(second, bytes_per_weight=4)
     peak = int(done.stdout.splitlines()[-1])
     # Besides the weights there are one block in the making and some buffers, which do not grow.
-    assert 0.5 * served < peak < PEAK_OVER_SERVED * served + 96 * 1024**2
+    assert 0.5 * served < peak < LOADING_PEAK_RATIO * served + 96 * 1024**2
 
 
 def test_loading_aside_rests_between_blocks_and_layers(
@@ -212,6 +216,6 @@ def test_loading_aside_rests_between_blocks_and_layers(
     monkeypatch.setattr("services.api.serving.engines.throttle.time", clock)
     load_student(promoted(directory), SETTINGS)
     assert rests == []
-    with aside(lambda: True):
+    with throttled(lambda: True):
         load_student(promoted(directory), SETTINGS)
     assert len(rests) >= 3 * 3  # three layers, laid out, held against the golden texts, warmed
