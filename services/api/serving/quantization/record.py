@@ -20,7 +20,6 @@ FORMAT = 2
 INT8_KIND = "packed-int8"  # the engine's name, and that of the files
 
 
-
 class QuantizationRecord(Int8Gate):
     """The gate's decision, bound to the artifact, the weights and the kind of CPU it was made for."""
 
