@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
-from services.shared.datasets.card import Head, HeadType
+from services.shared.datasets.card import Head, HeadType, heads_difference
 from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Distillation, Recipe
@@ -95,18 +95,14 @@ def match_heads(student: Sequence[Head], teacher: Sequence[Head]) -> dict[str, l
 
     Raises RunFailed(BAD_SPEC) with both lists of heads.
     """
+    difference = heads_difference(student, teacher)
+    if difference is not None:
+        raise RunFailed(Reason.BAD_SPEC, difference)
     by_name = {head.name: head for head in teacher}
-    columns = {}
-    for head in student:
-        other = by_name.get(head.name)
-        if other is None or other.type != head.type or set(other.labels) != set(head.labels):
-            raise RunFailed(
-                Reason.BAD_SPEC,
-                f"teacher and student heads differ: the teacher has {_listed(teacher)}; "
-                f"the student asks for {_listed(student)}",
-            )
-        columns[head.name] = [other.labels.index(label) for label in head.labels]
-    return columns
+    return {
+        head.name: [by_name[head.name].labels.index(label) for label in head.labels]
+        for head in student
+    }
 
 
 class Teacher:
@@ -251,7 +247,3 @@ def _fits_whole(files: TeacherFiles, dtype: torch.dtype, world: World) -> bool:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.size
     (refusals,) = world.sum([float(whole > REPLICATED_SHARE * room)])
     return refusals == 0
-
-
-def _listed(heads: Sequence[Head]) -> str:
-    return ", ".join(f"{h.name} ({h.type}: {', '.join(h.labels)})" for h in heads) or "none"

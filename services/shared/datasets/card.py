@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated
 
@@ -46,6 +47,24 @@ class Head(BaseModel):
     name: Annotated[str, Field(pattern=HEAD_NAME_PATTERN)]
     type: HeadType = HeadType.SINGLE_LABEL
     labels: list[str]  # sorted; the index of a label is its class index everywhere
+
+
+def heads_difference(student: Sequence[Head], teacher: Sequence[Head]) -> str | None:
+    """Return a sentence that lists both sets of heads, or None where the teacher has every student head.
+
+    Labels are matched by name: their order may differ.
+    """
+    known = {(head.name, head.type, frozenset(head.labels)) for head in teacher}
+    if all((head.name, head.type, frozenset(head.labels)) in known for head in student):
+        return None
+    return (
+        f"teacher and student heads differ: the teacher has {_listed(teacher)}; "
+        f"the student has {_listed(student)}"
+    )
+
+
+def _listed(heads: Sequence[Head]) -> str:
+    return ", ".join(f"{h.name} ({h.type}: {', '.join(h.labels)})" for h in heads) or "none"
 
 
 class DatasetCard(BaseModel):

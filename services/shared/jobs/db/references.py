@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from services.shared.datasets.card import DatasetCard, Head
+from services.shared.datasets.card import DatasetCard, Head, heads_difference
 from services.shared.jobs.db.tables import DatasetRow, JobRow, ModelRow
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
@@ -85,22 +85,10 @@ def _chosen_heads(spec: TeacherSpec | DistillSpec, card: DatasetCard) -> list[He
 
 
 def check_same_heads(student: list[Head], teacher: list[Head]) -> None:
-    """Raise InvalidInput with both lists unless the teacher answers every question of the student.
-
-    The ranks match labels by name: their order may differ.
-    """
-    known = {(head.name, head.type, frozenset(head.labels)) for head in teacher}
-    if all((head.name, head.type, frozenset(head.labels)) in known for head in student):
-        return
-    raise InvalidInput(
-        f"heads: teacher and student heads differ: the teacher has {_listed(teacher)}; "
-        f"the student has {_listed(student)}",
-        field="heads",
-    )
-
-
-def _listed(heads: list[Head]) -> str:
-    return ", ".join(f"{head.name} ({head.type}: {', '.join(head.labels)})" for head in heads)
+    """Raise InvalidInput with both lists unless the teacher answers every question of the student."""
+    difference = heads_difference(student, teacher)
+    if difference is not None:
+        raise InvalidInput(f"heads: {difference}", field="heads")
 
 
 def _heads_of(model: ModelRow) -> list[Head]:
