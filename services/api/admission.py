@@ -1,4 +1,4 @@
-"""Looks at a job before it is stored: do its directories exist, are they ours, does it fit?"""
+"""Checks a job before it is stored: its directories exist below the model roots, and its plan fits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Plan = Callable[[TeacherSpec | DistillSpec, TeacherSpec | None], JobPlan | Unpla
 
 @dataclass(frozen=True)
 class Admitted:
-    """What is stored with a job that may run."""
+    """What is stored with an admitted job."""
 
     plan: dict[str, Any] | None
-    recipe: Recipe | None  # the one select_heads where the spec says `auto`
+    recipe: Recipe | None  # the one the planner chose if the spec says `auto`
     unplanned: Unplanned | None = None  # why there is no plan
 
 
 class Admitter:
-    """Checks what a spec names on this server's disk, then plans it."""
+    """Checks the directories that a spec names, then plans its memory."""
 
     def __init__(self, settings: ApiSettings, *, plan: Plan) -> None:
         self._settings = settings
@@ -35,7 +35,7 @@ class Admitter:
     def __call__(
         self, spec: TeacherSpec | DistillSpec, *, teacher: TeacherSpec | None = None
     ) -> Admitted:
-        """Return what is to be stored with the job; `teacher` is what comes before it in a chain.
+        """Return what to store with the job; `teacher` precedes it in a chain.
 
         Raises InvalidInput naming the field, and DoesNotFit with the plan.
         """
@@ -49,39 +49,41 @@ class Admitter:
 
 def _paths(spec: TeacherSpec | DistillSpec) -> dict[str, str]:
     if isinstance(spec, TeacherSpec):
-        named = {"model.path": spec.model.path}
+        paths = {"model.path": spec.model.path}
     else:
-        named = {"teacher.path": spec.teacher.path, "student.path": spec.student.path}
-    return {field: path for field, path in named.items() if path is not None}
+        paths = {"teacher.path": spec.teacher.path, "student.path": spec.student.path}
+    return {field: path for field, path in paths.items() if path is not None}
 
 
 def model_directory(path: str, *, settings: ApiSettings, field: str) -> Path:
-    """Return the directory that a spec names, below a model root and with weights we read.
+    """Return the directory that a spec names, below a model root and with safetensors weights.
 
     Raises InvalidInput naming the field.
     """
     try:
         directory = resolve_model(path, roots=settings.model_roots, field=field)
-    except (OSError, RuntimeError) as error:  # a name too long, links in a circle
-        raise InvalidInput(f"{field}: this is no path of a directory", field=field) from error
-    _refuse_links_out(directory, settings=settings, field=field)
+    except (OSError, RuntimeError) as error:  # name too long, symlink loop
+        raise InvalidInput(f"{field}: not a valid directory path", field=field) from error
+    _reject_escaping_links(directory, settings=settings, field=field)
     if not (directory / "config.json").is_file():
         raise InvalidInput(f"{field}: {path!r} has no config.json", field=field)
     if not any(directory.glob("*.safetensors")):
         raise InvalidInput(
-            f"{field}: {path!r} has no *.safetensors; nothing else is read, and never a pickle",
+            f"{field}: {path!r} has no *.safetensors files; other weight formats are not supported",
             field=field,
         )
     return directory
 
 
-def _refuse_links_out(directory: Path, *, settings: ApiSettings, field: str) -> None:
+def _reject_escaping_links(directory: Path, *, settings: ApiSettings, field: str) -> None:
     roots = [root.resolve() for root in settings.model_roots]
     for path in directory.iterdir():
         try:
-            stays = any(path.resolve().is_relative_to(root) for root in roots)
-        except (OSError, RuntimeError):  # links in a circle
-            stays = False
-        if not stays:
-            message = f"{field}: {path.name[:100]!r} is a link that leads out of the model roots"
+            inside = any(path.resolve().is_relative_to(root) for root in roots)
+        except (OSError, RuntimeError):  # symlink loop
+            inside = False
+        if not inside:
+            message = (
+                f"{field}: {path.name[:100]!r} is a symlink that leads outside the model roots"
+            )
             raise InvalidInput(message, field=field)

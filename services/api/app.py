@@ -1,4 +1,4 @@
-"""The application: routes, problems, limits. Torch-free, so that it starts at once anywhere."""
+"""Assembles the FastAPI application: routes, error handlers and middleware. Imports no torch, so it starts fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.api.auth.authentication import AuthenticationMiddleware
 from services.api.deps import AppContext
 from services.api.fast_route import FastRoute, FastRouteMiddleware
 from services.api.limits.body import BodyLimitMiddleware
-from services.api.openapi import describe
+from services.api.openapi import install_openapi
 from services.api.routes import (
     classify,
     datasets,
@@ -31,7 +31,7 @@ Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
 def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> FastAPI:
-    """Return the application over its parts; `lifespan` starts and stops what needs it."""
+    """Return the application for `context`; `lifespan` starts and stops its background work."""
     app = FastAPI(
         title="Stillhouse",
         version=version("stillhouse"),
@@ -41,7 +41,7 @@ def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> Fast
     )
     app.state.context = context
     for router in (
-        predict.router,  # the first to be matched: the others are asked a thousand times less
+        predict.router,  # matched first: it receives most of the traffic
         classify.router,
         datasets.router,
         plans.router,
@@ -53,26 +53,28 @@ def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> Fast
         health.router,
     ):
         app.include_router(router)
-    errors.install(app)
-    describe(app, models=[problems.Problem, datasets.DatasetForm])
+    errors.install_handlers(app)
+    install_openapi(app, models=[problems.Problem, datasets.DatasetForm])
     context.metrics.registry.register(ModelInfoCollector(context.predictor))
     context.metrics.registry.register(PlanErrorCollector(context.store.plan_errors))
     app.add_middleware(AuthenticationMiddleware)
-    direct = [*predict.router.routes, *classify.router.routes]
-    app.add_middleware(FastRouteMiddleware, routes=[r for r in direct if isinstance(r, FastRoute)])
+    prediction_routes = [*predict.router.routes, *classify.router.routes]
+    app.add_middleware(
+        FastRouteMiddleware, routes=[r for r in prediction_routes if isinstance(r, FastRoute)]
+    )
     app.add_middleware(BodyLimitMiddleware, settings=context.settings)
     app.add_middleware(
         TelemetryMiddleware, metrics=context.metrics
-    )  # the outermost: it sees every answer
+    )  # outermost: it sees every response
     return app
 
 
 _TAGS = [
     {"name": "datasets", "description": "Upload and validate labelled text."},
-    {"name": "plans", "description": "Whether a job fits into memory."},
-    {"name": "jobs", "description": "Train teachers, distil students, watch them."},
-    {"name": "diagnoses", "description": "What an out-of-memory error really says."},
-    {"name": "models", "description": "The registry, its gate, its promotions."},
-    {"name": "predict", "description": "The promoted student answers."},
-    {"name": "health", "description": "For orchestrators, Prometheus and people."},
+    {"name": "plans", "description": "Predict whether a job fits in memory."},
+    {"name": "jobs", "description": "Fine-tune teachers, distil students, follow their progress."},
+    {"name": "diagnoses", "description": "Explain out-of-memory errors."},
+    {"name": "models", "description": "Model registry, evaluation gate and promotions."},
+    {"name": "predict", "description": "Classify texts with the promoted student."},
+    {"name": "health", "description": "Probes, status and metrics."},
 ]

@@ -1,4 +1,4 @@
-"""What the routes are given: the parts that `main` (or a test) joined, and the shapes of ids."""
+"""Dependencies of the routes: the application context, ids and paging parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.shared.jobs.views import Kind
 
 
 class Student(Protocol):
-    """The model that serves an alias now."""
+    """The model that currently serves an alias."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +37,7 @@ class Student(Protocol):
 
 
 class Predictor(Protocol):
-    """The serving room as the routes see it."""
+    """The interface of the serving package that the routes use."""
 
     def active(self, alias: str = "default") -> Student | None: ...
     def aliases(self) -> Sequence[str]: ...
@@ -49,18 +49,18 @@ class Predictor(Protocol):
 
 
 class Admission(Protocol):
-    """What the memory plan says of a job that may run."""
+    """The plan of an admitted job."""
 
     @property
     def plan(self) -> dict[str, Any] | None: ...
     @property
     def recipe(self) -> Recipe | None:
-        """The one select_heads where the spec says `auto`."""
+        """The recipe that the planner chose if the spec says `auto`."""
         ...
 
     @property
     def unplanned(self) -> Unplanned | None:
-        """Why there is no plan, where there is none."""
+        """Why there is no plan, if there is none."""
         ...
 
 
@@ -70,17 +70,17 @@ class Admit(Protocol):
     def __call__(
         self, spec: TeacherSpec | DistillSpec, *, teacher: TeacherSpec | None = None
     ) -> Admission:
-        """`teacher` is what comes before the job in a chain. Raises DoesNotFit (with the plan) and InvalidInput."""
+        """Admit `spec`; `teacher` precedes it in a chain. Raises DoesNotFit (with the plan) and InvalidInput."""
         ...
 
 
-Send = Callable[[str, Kind], bool]  # job id, kind; False where the broker is away
-Probe = Callable[[], object]  # raises Unavailable or OSError where its part is away
+Send = Callable[[str, Kind], bool]  # job id, kind -> False if the broker is unreachable
+Probe = Callable[[], object]  # raises Unavailable or OSError if its component is unreachable
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppContext:
-    """Everything that the routes work with."""
+    """Everything that the routes depend on, assembled once by `main` or by a test."""
 
     settings: ApiSettings
     store: Store
@@ -106,36 +106,42 @@ ContextDep = Annotated[AppContext, Depends(_context)]
 _ID = re.compile(r"[a-z]{2,4}_[0-9a-z_]{1,60}")
 
 
-def _checked(what: str, id: str) -> str:
-    """Return the id, or say that there is no such thing before the database has to read it."""
+def _valid_id(kind: str, id: str) -> str:
+    """Return the id. Raises NotFound for a malformed one, without a database query."""
     if not _ID.fullmatch(id):
-        raise NotFound(what, id[:80])
+        raise NotFound(kind, id[:80])
     return id
 
 
 async def _job_id(job_id: Annotated[str, Path(examples=["job_01kb6ztn8e0wq4v7"])]) -> str:
-    return _checked("job", job_id)
+    return _valid_id("job", job_id)
 
 
 async def _dataset_id(dataset_id: Annotated[str, Path(examples=["ds_01kb6ztn8e0wq4v7"])]) -> str:
-    return _checked("dataset", dataset_id)
+    return _valid_id("dataset", dataset_id)
 
 
 async def _model_id(model_id: Annotated[str, Path(examples=["mdl_01kb6ztn8e0wq4v7_1"])]) -> str:
-    return _checked("model", model_id)
+    return _valid_id("model", model_id)
 
 
 JobId = Annotated[str, Depends(_job_id)]
 DatasetId = Annotated[str, Depends(_dataset_id)]
 ModelId = Annotated[str, Depends(_model_id)]
 
-Limit = Annotated[int, Query(ge=1, le=500, description="Most items of one page.")]
+Limit = Annotated[int, Query(ge=1, le=500, description="Maximum number of items per page.")]
 Cursor = Annotated[
     str | None,
-    Query(max_length=200, pattern=r"^[A-Za-z0-9_=-]+$", description="`next_cursor` of a page."),
+    Query(
+        max_length=200,
+        pattern=r"^[A-Za-z0-9_=-]+$",
+        description="`next_cursor` of the previous page.",
+    ),
 ]
 SeqCursor = Annotated[
-    str | None, Query(pattern=r"^[0-9]{1,18}$", description="`next_cursor` of a page.")
+    str | None, Query(pattern=r"^[0-9]{1,18}$", description="`next_cursor` of the previous page.")
 ]
 ALIAS_PATTERN = r"^[a-z][a-z0-9_-]{0,63}$"
-Alias = Annotated[str, Query(pattern=ALIAS_PATTERN, description="The name models serve under.")]
+Alias = Annotated[
+    str, Query(pattern=ALIAS_PATTERN, description="The name under which a model serves.")
+]

@@ -1,4 +1,4 @@
-"""Long files of records made short enough to send: downsample evenly, peaks kept."""
+"""Downsamples long record files for a response: evenly spaced points, exact peaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RecordT = TypeVar("RecordT", bound=BaseModel)
 
 
 class Series(BaseModel, Generic[RecordT]):
-    """Every `stride`-th record of `total`, the last one always."""
+    """Every `stride`-th record of `total`, and the last one."""
 
     total: int
     stride: int
@@ -22,7 +22,7 @@ class Series(BaseModel, Generic[RecordT]):
 
 
 class RankSeries(BaseModel):
-    """What one rank held; `basis` says what its probe could count."""
+    """The memory of one rank; `basis` names what its probe could measure."""
 
     rank: int
     basis: str | None
@@ -35,7 +35,7 @@ class RankSeries(BaseModel):
 
 
 def downsample(records: Iterable[RecordT], *, points: int) -> Series[RecordT]:
-    """Return at most `points` records (and the last), evenly spaced, in one pass and little memory."""
+    """Return at most `points` evenly spaced records and the last, in one pass and O(points) memory."""
     kept: list[RecordT] = []
     stride, total = 1, 0
     last: RecordT | None = None
@@ -53,10 +53,10 @@ def downsample(records: Iterable[RecordT], *, points: int) -> Series[RecordT]:
 
 
 def rank_memory(run: RunDirectory, rank: int, *, plan: dict[str, Any], points: int) -> RankSeries:
-    """Read one rank's memory file and set the plan's phases beside its peaks."""
+    """Read one rank's memory file and compare its peaks with the phases of the plan."""
     peaks = _Peaks()
     records = (record for _, record in read_records(run.memory_file(rank), MemoryRecord))
-    series = downsample(peaks.watch(records), points=points)
+    series = downsample(peaks.observe(records), points=points)
     return RankSeries(
         rank=rank,
         basis=peaks.basis,
@@ -70,7 +70,7 @@ def rank_memory(run: RunDirectory, rank: int, *, plan: dict[str, Any], points: i
 
 
 class _Peaks:
-    """The highest values of the records that pass by."""
+    """The maxima of the records that pass through."""
 
     def __init__(self) -> None:
         self.allocated = 0
@@ -80,7 +80,7 @@ class _Peaks:
         self.basis: str | None = None
         self.by_phase: dict[str, int] = {}
 
-    def watch(self, records: Iterable[MemoryRecord]) -> Iterator[MemoryRecord]:
+    def observe(self, records: Iterable[MemoryRecord]) -> Iterator[MemoryRecord]:
         for record in records:
             self.allocated = max(self.allocated, record.peak_allocated_bytes)
             self.reserved = max(self.reserved, record.peak_reserved_bytes)
@@ -88,6 +88,6 @@ class _Peaks:
                 self.host_rss = max(self.host_rss or 0, record.host_rss_bytes)
             self.basis = record.basis or self.basis
             self.device_total = record.device_total_bytes or self.device_total
-            former = self.by_phase.get(record.phase, 0)
-            self.by_phase[record.phase] = max(former, record.peak_allocated_bytes)
+            previous = self.by_phase.get(record.phase, 0)
+            self.by_phase[record.phase] = max(previous, record.peak_allocated_bytes)
             yield record

@@ -55,14 +55,14 @@ HANDLED_EXCEPTIONS: tuple[type[Exception], ...] = (
 )
 
 
-def install(app: FastAPI) -> None:
-    """Answer every exception that the app knows with a problem document."""
+def install_handlers(app: FastAPI) -> None:
+    """Register a handler that answers each of HANDLED_EXCEPTIONS with a problem document."""
     for kind in HANDLED_EXCEPTIONS:
         app.add_exception_handler(kind, handle_exception)
 
 
 async def handle_exception(request: Request, error: Exception) -> Response:
-    """Return the document for an exception of the kinds in HANDLED_EXCEPTIONS."""
+    """Return the problem document for one of HANDLED_EXCEPTIONS."""
     problem = to_problem(error)
     if problem.slug == "method-not-allowed":
         problem.headers["Allow"] = ", ".join(_allowed(request))
@@ -70,13 +70,13 @@ async def handle_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> list[str]:
-    # The router knows only the methods of the first route on a path, the document all of them.
+    # The router knows only the methods of the first route on a path; the OpenAPI document has them all.
     operations = request.app.openapi()["paths"][request.scope["route"].path]
     return [method.upper() for method in operations]
 
 
 def to_problem(error: Exception) -> ProblemError:
-    """Translate an exception of any room into a problem; the unknown become `internal`."""
+    """Translate an exception into a problem; unknown ones become `internal`."""
     if isinstance(error, ProblemError):
         return error
     if isinstance(error, RequestValidationError):
@@ -101,8 +101,8 @@ def _from_stillhouse(error: Exception) -> ProblemError:
         case InvalidInput():
             return ProblemError("invalid-request", str(error))
         case DoesNotFit():
-            blamed = [] if error.field is None else [field_error(error.field, str(error))]
-            return ProblemError("does-not-fit", str(error), errors=blamed, plan=error.plan)
+            errors = [] if error.field is None else [field_error(error.field, str(error))]
+            return ProblemError("does-not-fit", str(error), errors=errors, plan=error.plan)
         case InvalidTransition():
             return ProblemError("invalid-transition", str(error))
         case GateNotPassed():
@@ -113,10 +113,10 @@ def _from_stillhouse(error: Exception) -> ProblemError:
             log.warning("unavailable", error=str(error))
             return ProblemError(
                 "unavailable",
-                "A part that this request needs cannot be reached now; try again.",
+                "A service that this request needs is temporarily unreachable; try again later.",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
-    return ProblemError("internal", "An unexpected error; the server's log says more.")
+    return ProblemError("internal", "An unexpected error; see the server's log.")
 
 
 def _from_prediction(error: PredictionError) -> ProblemError:
@@ -132,7 +132,7 @@ def _from_prediction(error: PredictionError) -> ProblemError:
         case RefusedInput():
             return ProblemError("unusable-text", str(error))
     log.error("engine_failed", error=str(error))
-    return ProblemError("engine-failed", "The model could not answer; the server's log says more.")
+    return ProblemError("engine-failed", "The model failed to answer; see the server's log.")
 
 
 def _from_dataset(error: DatasetRejected) -> ProblemError:
@@ -140,15 +140,15 @@ def _from_dataset(error: DatasetRejected) -> ProblemError:
         {**fault.model_dump(), "message": fault.message[:MAX_MESSAGE_LENGTH]}
         for fault in error.faults
     ]
-    detail = f"The upload has {error.total} fault(s); the first: {error.faults[0]}"
+    detail = f"The upload has {error.total} error(s); the first: {error.faults[0]}"
     return ProblemError("invalid-dataset", detail, faults=faults, total_faults=error.total)
 
 
 def _from_http(error: HTTPException) -> ProblemError:
     by_status = {
-        400: ("malformed-request", "The body cannot be parsed as its media type says."),
-        404: ("not-found", "There is nothing at this path; /docs lists what there is."),
-        405: ("method-not-allowed", "The path exists, but not for this method; see Allow."),
+        400: ("malformed-request", "The body cannot be parsed as its media type."),
+        404: ("not-found", "There is no route at this path; /docs lists the routes."),
+        405: ("method-not-allowed", "The path does not support this method; see the Allow header."),
         413: ("too-large", str(error.detail)),
         415: ("unsupported-media-type", str(error.detail)),
     }
@@ -159,8 +159,10 @@ def _from_http(error: HTTPException) -> ProblemError:
 def _from_validation(error: RequestValidationError) -> ProblemError:
     found = list(error.errors())
     if any(item["type"] == "json_invalid" for item in found):
-        return ProblemError("malformed-request", f"The body is not JSON: {_reason(found[0])}.")
-    fields = [_field_error(item, error.body) for item in found]
+        return ProblemError(
+            "malformed-request", f"The body is not valid JSON: {_json_error(found[0])}."
+        )
+    fields = [_validation_field_error(item, error.body) for item in found]
     unique = list({(item.field, item.message): item for item in fields}.values())
     kept = unique[:MAX_FIELD_ERRORS]
     detail = f"{kept[0].field}: {kept[0].message}"
@@ -169,28 +171,28 @@ def _from_validation(error: RequestValidationError) -> ProblemError:
     return ProblemError("invalid-request", detail, errors=kept)
 
 
-def _reason(item: Mapping[str, Any]) -> str:
+def _json_error(item: Mapping[str, Any]) -> str:
     position = item["loc"][-1]
     return f"{item.get('ctx', {}).get('error', 'syntax error')} at character {position}"
 
 
-def _field_error(item: Mapping[str, Any], body: Any) -> FieldError:
+def _validation_field_error(item: Mapping[str, Any], body: Any) -> FieldError:
     place, *path = item["loc"]
     names = [str(part) for part in path]
     if place == "body":
         names = _names_in_body(path, body, missing=item["type"] == "missing")
-    elif place != "body":
+    else:
         names.insert(0, str(place))
     message = str(item["msg"]).removeprefix("Value error, ")[:MAX_MESSAGE_LENGTH]
     return FieldError(field=".".join(names) or "body", message=message)
 
 
 def _names_in_body(path: Sequence[str | int], body: Any, *, missing: bool) -> list[str]:
-    """Keep the parts of a validator's path that the client wrote: union tags and model names go."""
+    """Return the part of a validator's path that the client sent, without union tags and model names."""
     names: list[str] = []
     value = body
     for position, part in enumerate(path):
-        if _has(value, part):
+        if _contains(value, part):
             value = value[part]
         elif not (missing and position == len(path) - 1):
             continue
@@ -198,7 +200,7 @@ def _names_in_body(path: Sequence[str | int], body: Any, *, missing: bool) -> li
     return names
 
 
-def _has(value: Any, part: str | int) -> bool:
+def _contains(value: Any, part: str | int) -> bool:
     if isinstance(value, list):
         return isinstance(part, int) and part < len(value)
     return isinstance(value, Mapping) and part in value

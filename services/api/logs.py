@@ -1,4 +1,4 @@
-"""Log lines of the API: one JSON object a line on standard error, without local variables."""
+"""Logging of the API: one JSON object per line on standard error, without local variables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from structlog.types import Processor
 
 
 def configure_logs() -> None:
-    """Let our events and those of the libraries leave in the same shape."""
+    """Render our log events and those of libraries in the same format."""
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        # Plain tracebacks: values of variables may be texts of users, or keys.
+        # Plain tracebacks: local variables may hold user texts or keys.
         structlog.processors.format_exc_info,
     ]
     structlog.configure(

@@ -1,4 +1,4 @@
-"""Joins the application with its parts and serves it: `python -m services.api.main`."""
+"""Entry point of the API server: `python -m services.api.main`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from services.shared.jobs.queue import depth, make_celery, send
 
 log = structlog.get_logger(__name__)
 
-GRACE_SECONDS = 10  # for requests under way when the server is asked to stop
+GRACE_SECONDS = 10  # for requests in flight at shutdown
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM; exit 1 with one sentence where that cannot be begun."""
+    """Serve until SIGINT or SIGTERM; exit with status 1 and a one-line message if startup fails."""
     configure_logs()
     try:
         settings = ApiSettings()
         app = create(settings)
-        # Uploads are spooled where there is room for them; a container's /tmp may be memory.
+        # Spool uploads in the data directory: a container's /tmp may be a small tmpfs.
         tempfile.tempdir = str(settings.uploads_dir)
     except ValidationError as error:
         sys.exit("\n".join(f"{_variable(error, e)}: {e['msg']}" for e in error.errors()))
@@ -52,18 +52,18 @@ def main() -> None:
         app,
         host=settings.host,
         port=settings.port,
-        log_config=None,  # ours
-        access_log=False,  # counted in /metrics; what fails is logged with its request id
+        log_config=None,  # see configure_logs
+        access_log=False,  # /metrics counts requests; failures are logged with their request id
         server_header=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
     )
 
 
 def create(settings: ApiSettings | None = None) -> FastAPI:
-    """Return the application with its real parts (`uvicorn --factory services.api.main:create`).
+    """Return the application with its production context (`uvicorn --factory services.api.main:create`).
 
-    Raises ValueError for settings that would let strangers in, OSError for a data directory that
-    cannot be made.
+    Raises ValueError for settings that would allow unauthenticated remote access, OSError if a data
+    directory cannot be created.
     """
     settings = settings or ApiSettings()
     keys = load_keys(settings)
@@ -95,7 +95,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001
         if keys.is_empty:
-            log.warning("api_keys_off", why="no keys file, and only this machine can connect")
+            log.warning("api_keys_off", why="no keys file; listening on loopback only")
         predictor.start()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The OpenAPI document: every error described by the one schema of problems."""
+"""The OpenAPI document, in which every error response has the problem schema."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from services.api.problems import MEDIA_TYPE, PROBLEM_TYPES
 Responses = dict[int | str, dict[str, Any]]
 
 DESCRIPTION = """\
-Fine-tunes a large teacher, distils it into a small student, serves the promoted student, and tells the
-truth about accelerator memory. Every error is a problem document (RFC 9457).
+Fine-tunes a large teacher, distils it into a small student, serves the promoted student, and predicts and
+explains accelerator memory. Every error is a problem document (RFC 9457).
 """
 
 
 def problems(*statuses: int) -> Responses:
-    """Return OpenAPI responses for the problems that a route may answer with."""
+    """Return the OpenAPI responses for the problem statuses of a route."""
     schema = {"$ref": "#/components/schemas/Problem"}
     return {
         status: {
@@ -31,10 +31,10 @@ def problems(*statuses: int) -> Responses:
     }
 
 
-def describe(app: FastAPI, *, models: Sequence[type[BaseModel]]) -> None:
-    """Give the app an OpenAPI document that knows problems instead of FastAPI's own errors.
+def install_openapi(app: FastAPI, *, models: Sequence[type[BaseModel]]) -> None:
+    """Replace FastAPI's error schemas in the app's OpenAPI document with the problem schema.
 
-    `models` are those that routes refer to by `$ref` alone.
+    `models` are those that routes refer to only by `$ref`.
     """
 
     def openapi() -> dict[str, Any]:
@@ -58,13 +58,13 @@ def describe(app: FastAPI, *, models: Sequence[type[BaseModel]]) -> None:
 
 
 def links(parameter: str, *operations: str) -> dict[str, Any]:
-    """Return OpenAPI links: the `id` of this response is the `parameter` of those operations."""
+    """Return OpenAPI links that pass the `id` of a response as `parameter` to `operations`."""
     parameters = {parameter: "$response.body#/id"}
     return {name: {"operationId": name, "parameters": parameters} for name in operations}
 
 
 def _drop_security(document: dict[str, Any]) -> None:
-    """Let the document of a server without keys ask for none."""
+    """Remove the security schemes from the document of a server without keys."""
     document["components"].pop("securitySchemes", None)
     for operations in document["paths"].values():
         for operation in operations.values():

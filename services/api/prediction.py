@@ -1,4 +1,4 @@
-"""Asks the predictor on behalf of a request: which alias, which heads, and for whom no more."""
+"""What both prediction routes share: alias and head selection, cancellation, response headers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 
 T = TypeVar("T")
 
-# No text is written with them: they come from broken exports and from terminals. What ends lines and pages
-# stays, as does what sets tabs.
+# Control characters come from broken exports and from terminals. Tabs, line and page breaks are legitimate.
 _CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\t\n\v\f\r") | {127})
 
-WATCH_AFTER_SECONDS = 0.05  # how late an answer must be before its client's connection is watched
+WATCH_AFTER_SECONDS = 0.05  # delay before a request's connection is watched for a disconnect
 
 RESPONSE_HEADERS = {
-    "X-Model-Version": {"schema": {"type": "string"}, "description": "The model that answered."},
-    "Server-Timing": {"schema": {"type": "string"}, "description": "Milliseconds a stage."},
+    "X-Model-Version": {
+        "schema": {"type": "string"},
+        "description": "Version of the model that answered.",
+    },
+    "Server-Timing": {"schema": {"type": "string"}, "description": "Milliseconds per stage."},
 }
 
 
 class Usage(BaseModel):
-    """Tokens read."""
+    """Number of tokens processed."""
 
     prompt_tokens: int
     total_tokens: int
@@ -50,32 +52,32 @@ async def predict_texts(
     truncate: bool,
     heads: list[str] | None = None,
 ) -> Sequence[Prediction]:
-    """Return one prediction a text, by the student of `alias`, with at least `heads`.
+    """Return one prediction per text from the student of `alias`, with at least `heads`.
 
-    `field` is the request's name for its texts. Raises ProblemError, PredictionError, and
-    ClientDisconnect when nobody waits for the answer any more.
+    `field` is the request field that holds the texts. Raises ProblemError, PredictionError, and
+    ClientDisconnect if the client disconnects first.
     """
-    most = context.settings.predict_most_texts
-    if len(texts) > most:
-        raise ProblemError("too-large", f"{len(texts)} texts; one request may have {most}.")
+    limit = context.settings.predict_most_texts
+    if len(texts) > limit:
+        raise ProblemError("too-large", f"{len(texts)} texts; one request may have {limit}.")
     student = await active_student(context, alias)
     select_heads((head.name for head in student.heads), heads)
     try:
-        _check_characters(texts)
+        _reject_control_characters(texts)
         predictions = await _while_connected(
             request, context.predictor.predict(texts, truncate=truncate, alias=alias)
         )
     except (TextTooLong, UnusableText) as error:
-        raise _refused(error, field=field) from error
-    # A swap between the two calls may have brought another student.
+        raise _text_problem(error, field=field) from error
+    # Another student may have been swapped in between the two calls.
     select_heads(predictions[0].scores, heads)
     return predictions
 
 
-def _check_characters(texts: Sequence[str]) -> None:
+def _reject_control_characters(texts: Sequence[str]) -> None:
     """Raise UnusableText for the first text with a control character."""
     for index, text in enumerate(texts):
-        raw = text.encode()  # which is how a text of 5 MB is looked through in 9 ms
+        raw = text.encode()  # bytes.translate scans 5 MB in 9 ms
         cleaned = raw.translate(None, _CONTROL_CHARACTERS)
         if len(cleaned) != len(raw):
             found = next(character for character in raw if character in _CONTROL_CHARACTERS)
@@ -83,53 +85,53 @@ def _check_characters(texts: Sequence[str]) -> None:
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Wait for `work`, and drop it when its client has gone: others wait for the same lanes.
+    """Await `work`, but cancel it if the client disconnects, to free compute for other requests.
 
-    Nobody looks at the connection before the answer is late; most are there sooner, and a second
+    The connection is watched only after WATCH_AFTER_SECONDS: most requests finish sooner, and a second
     task for each of them would cost more than the rest of the route.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None, "a request is answered in a task"
-    watch = _Watch(request, task)
-    late = loop.call_later(WATCH_AFTER_SECONDS, watch.begin)
+    assert task is not None, "a request is handled in a task"
+    watcher = _DisconnectWatcher(request, task)
+    timer = loop.call_later(WATCH_AFTER_SECONDS, watcher.start)
     try:
         return await work
     except asyncio.CancelledError:
-        if not watch.has_left:
-            raise  # the server stops
+        if not watcher.disconnected:
+            raise  # the server is shutting down
         raise ClientDisconnect from None
     finally:
-        late.cancel()
-        watch.end()
+        timer.cancel()
+        watcher.stop()
 
 
-class _Watch:
-    """Cancels a task once the client of its request has left."""
+class _DisconnectWatcher:
+    """Cancels a task once the client of its request disconnects."""
 
     def __init__(self, request: Request, task: asyncio.Task[Any]) -> None:
         self._request = request
         self._task = task
-        self._watching: asyncio.Task[None] | None = None
-        self.has_left = False
+        self._watch_task: asyncio.Task[None] | None = None
+        self.disconnected = False
 
-    def begin(self) -> None:
-        self._watching = asyncio.ensure_future(self._watch())
+    def start(self) -> None:
+        self._watch_task = asyncio.ensure_future(self._watch())
 
-    def end(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+    def stop(self) -> None:
+        if self._watch_task is not None:
+            self._watch_task.cancel()
 
     async def _watch(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self.has_left = True
+        self.disconnected = True
         self._task.cancel()
 
 
-def _refused(error: TextTooLong | UnusableText, *, field: str) -> ProblemError:
+def _text_problem(error: TextTooLong | UnusableText, *, field: str) -> ProblemError:
     slug = "text-too-long" if isinstance(error, TextTooLong) else "unusable-text"
-    place = FieldError(field=f"{field}.{error.index}", message=str(error))
-    return ProblemError(slug, str(error), errors=[place])
+    faulty = FieldError(field=f"{field}.{error.index}", message=str(error))
+    return ProblemError(slug, str(error), errors=[faulty])
 
 
 async def active_student(context: AppContext, alias: str) -> Student:
@@ -142,25 +144,25 @@ async def active_student(context: AppContext, alias: str) -> Student:
     raise NoActiveModel(alias)
 
 
-def select_heads(available: Iterable[str], wanted: list[str] | None) -> list[str]:
-    """Return the wanted heads, or all. Raises ProblemError naming one that is not there."""
+def select_heads(available: Iterable[str], requested: list[str] | None) -> list[str]:
+    """Return the requested heads, or all. Raises ProblemError for one that does not exist."""
     names = list(available)
-    for index, name in enumerate(wanted or ()):
+    for index, name in enumerate(requested or ()):
         if name not in names:
             raise invalid_field(
                 f"heads.{index}", f"The model has no head {name[:80]!r}; it has {', '.join(names)}."
             )
-    return names if wanted is None else wanted
+    return names if requested is None else requested
 
 
 def count_usage(predictions: Sequence[Prediction]) -> dict[str, int]:
-    """Return the tokens read, as both shapes count them."""
+    """Return the token usage, in the shape of both routes."""
     tokens = sum(prediction.tokens for prediction in predictions)
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 def prediction_response(content: Any, predictions: Sequence[Prediction]) -> Response:
-    """Return the answer with the model's version and the slowest text's stages in its headers."""
+    """Return a JSON response whose headers carry the model version and the slowest text's stage times."""
     slowest = [max(p.timing[stage] for p in predictions) for stage in range(3)]
     stages = zip(("tokenise", "queue", "compute"), slowest, strict=True)
     headers = {
@@ -170,5 +172,5 @@ def prediction_response(content: Any, predictions: Sequence[Prediction]) -> Resp
     return Response(_encode(content), headers=headers, media_type="application/json")
 
 
-# As starlette's JSONResponse, which makes an encoder anew for every answer.
+# As Starlette's JSONResponse, which creates a new encoder for every response.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

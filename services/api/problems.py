@@ -18,7 +18,7 @@ from starlette.responses import Response
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:stillhouse:problem:"
 MAX_FIELD_ERRORS = 20
-MAX_MESSAGE_LENGTH = 500  # characters; a message may quote what the client sent
+MAX_MESSAGE_LENGTH = 500  # characters; a message may quote client input
 RETRY_AFTER_SECONDS = 5
 
 PROBLEM_TYPES: dict[str, tuple[int, str]] = {
@@ -48,7 +48,7 @@ PROBLEM_TYPES: dict[str, tuple[int, str]] = {
 
 
 class FieldError(BaseModel):
-    """What is wrong with one field of the request."""
+    """An error in one field of the request."""
 
     field: str = Field(description="Dotted path, for example `training.epochs`; `query.limit`.")
     message: str
@@ -79,7 +79,7 @@ class Problem(BaseModel):
 
 
 class ProblemError(Exception):
-    """Raised inside this room where no error of the shared rooms says it."""
+    """Raised within the API for problems without an exception of their own in the shared packages."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ProblemError(Exception):
 
 
 def invalid_field(field: str, message: str) -> ProblemError:
-    """Return the problem of one wrong field."""
+    """Return the problem for one invalid field."""
     return ProblemError(
         "invalid-request", message[:MAX_MESSAGE_LENGTH], errors=[field_error(field, message)]
     )
@@ -112,7 +112,7 @@ def field_error(field: str, message: str) -> FieldError:
 
 
 def problem_response(problem: ProblemError, *, path: str) -> Response:
-    """Return the document for `problem` on `path`."""
+    """Return the problem document for a request to `path`."""
     status, title = PROBLEM_TYPES[problem.slug]
     body = {
         "type": TYPE_PREFIX + problem.slug,
@@ -122,5 +122,5 @@ def problem_response(problem: ProblemError, *, path: str) -> Response:
         "instance": quote(path[:MAX_MESSAGE_LENGTH], safe="/:@!$&'()*+,;=~", errors="replace"),
         **problem.extensions,
     }
-    # ensure_ascii: whatever a client managed to send back into a message stays encodable.
+    # ASCII only: a message may quote client input that UTF-8 cannot encode.
     return Response(json.dumps(body), status, problem.headers, MEDIA_TYPE)

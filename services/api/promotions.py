@@ -1,4 +1,4 @@
-"""What the serving room follows, and what it tells: promotions, and what became of them."""
+"""Feeds promotions from the database to the serving package and stores their outcomes."""
 
 from __future__ import annotations
 
@@ -17,64 +17,67 @@ PAGE = 100
 
 
 class PromotionFeed:
-    """Reads promotions, the newest first, and writes down what became of them.
+    """Reads promotions, newest first, and stores their outcomes.
 
-    They are only ever appended, so each is read once. Called by one thread, and raises Unavailable
-    while the database is away; what is told meanwhile, by any thread, is written when it is back.
+    Promotions are append-only, so each is read once. Called from one thread; raises Unavailable while
+    the database is unreachable. Outcomes may be reported from any thread meanwhile and are stored once
+    it is back.
     """
 
     def __init__(self, store: Store, *, datasets_dir: Path | None = None) -> None:
         self._store = store
         self._datasets_dir = datasets_dir
         self._known: list[Promotion] = []  # newest first
-        self._news: deque[Callable[[], None]] = deque()  # to be written, the oldest first
+        self._pending_writes: deque[Callable[[], None]] = deque()  # oldest first
 
     def on_served(self, promotion: Promotion, *, engine: str) -> None:
         """Record that a promotion serves, as a `RolloutListener`."""
         write = self._store.report_served
-        self._news.append(partial(write, promotion.promotion_id, engine=engine))
+        self._pending_writes.append(partial(write, promotion.promotion_id, engine=engine))
 
     def on_refused(self, promotion: Promotion, reason: str, *, transient: bool) -> None:
         """Record that a promotion was refused."""
         write = self._store.report_refused
-        self._news.append(partial(write, promotion.promotion_id, reason, transient=transient))
+        self._pending_writes.append(
+            partial(write, promotion.promotion_id, reason, transient=transient)
+        )
 
     def on_int8_gate(self, promotion: Promotion, gate: Int8Gate) -> None:
         """Record whether a model may serve in 8 bits."""
-        self._news.append(partial(self._store.set_int8_gate, promotion.model_id, gate))
+        self._pending_writes.append(partial(self._store.set_int8_gate, promotion.model_id, gate))
 
     def __call__(self) -> list[Promotion]:
-        """Write what is to be written, and return every promotion with its artifact."""
-        self._write()
+        """Store pending outcomes, then return every promotion with its artifact."""
+        self._flush()
         return self._read()
 
-    def _write(self) -> None:
-        while self._news:
-            write = self._news.popleft()
+    def _flush(self) -> None:
+        while self._pending_writes:
+            write = self._pending_writes.popleft()
             try:
                 write()
             except Unavailable:
-                self._news.appendleft(write)
+                self._pending_writes.appendleft(write)
                 raise
 
     def _read(self) -> list[Promotion]:
-        fresh: list[Promotion] = []
+        new: list[Promotion] = []
         cursor = None
         while True:
             page = self._store.promotions(cursor=cursor, limit=PAGE)
             for promotion in page.items:
                 if self._known and promotion.id == self._known[0].promotion_id:
-                    return self._remember(fresh)
-                fresh.append(self._promoted(promotion))
+                    return self._extend(new)
+                new.append(self._with_artifact(promotion))
             cursor = page.next_cursor
             if cursor is None:
-                return self._remember(fresh)
+                return self._extend(new)
 
-    def _remember(self, fresh: list[Promotion]) -> list[Promotion]:
-        self._known = fresh + self._known
+    def _extend(self, new: list[Promotion]) -> list[Promotion]:
+        self._known = new + self._known
         return list(self._known)
 
-    def _promoted(self, promotion: PromotionView) -> Promotion:
+    def _with_artifact(self, promotion: PromotionView) -> Promotion:
         model = self._store.model(promotion.model_id)
         return Promotion(
             promotion_id=promotion.id,

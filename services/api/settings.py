@@ -1,4 +1,4 @@
-"""What the API needs to know beyond what it shares with the workers."""
+"""Settings of the API, in addition to those it shares with the workers."""
 
 from __future__ import annotations
 
@@ -13,56 +13,63 @@ MIB = 1024 * 1024
 
 
 class ApiSettings(JobSettings):
-    """Where the API listens, what it refuses for its size, and how it watches jobs."""
+    """Listen address, request limits and event-stream timing."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65_535)
     api_keys_file: Path | None = Field(
-        None, description="JSON: name -> {sha256, scopes}. Needed unless `host` is loopback."
+        None, description="JSON: name -> {sha256, scopes}. Required unless `host` is loopback."
     )
-    json_limit_bytes: int = Field(MIB, gt=0, description="Largest body of an ordinary request.")
-    upload_limit_bytes: int = Field(512 * MIB, gt=0, description="Largest body of POST /datasets.")
-    log_limit_bytes: int = Field(8 * MIB, gt=0, description="Largest body of POST /diagnoses.")
-    predict_most_texts: int = Field(1024, gt=0, description="Most texts in one predict request.")
+    json_limit_bytes: int = Field(
+        MIB, gt=0, description="Maximum body size of an ordinary request."
+    )
+    upload_limit_bytes: int = Field(
+        512 * MIB, gt=0, description="Maximum body size of POST /datasets."
+    )
+    log_limit_bytes: int = Field(8 * MIB, gt=0, description="Maximum body size of POST /diagnoses.")
+    predict_most_texts: int = Field(
+        1024, gt=0, description="Maximum number of texts in one predict request."
+    )
     uploads_at_once: int = Field(
-        8, gt=0, description="Uploads taken at the same time; further ones get 429."
+        8, gt=0, description="Maximum number of concurrent uploads; further ones get 429."
     )
     validations_at_once: int = Field(
-        2, gt=0, description="Uploads that are read row by row at the same time; the others wait."
+        2, gt=0, description="Maximum number of uploads validated concurrently; the others wait."
     )
     validation_memory_bytes: int = Field(
-        2048 * MIB, ge=512 * MIB, description="What a process that reads a Parquet upload may map."
+        2048 * MIB,
+        ge=512 * MIB,
+        description="Address space limit of the process that reads a Parquet upload.",
     )
     predict_per_second: float = Field(
         1000.0,
         ge=0,
-        description="Requests a second that one key may send to /predict and /v1/classify; 0: no limit.",
+        description="Requests per second that one key may send to /predict and /v1/classify; 0: no limit.",
     )
     requests_per_second: float = Field(
         50.0,
         ge=0,
-        description="Requests a second that one key may send to everything else; 0: no limit.",
+        description="Requests per second that one key may send to all other routes; 0: no limit.",
     )
     rate_burst_seconds: float = Field(
         10.0,
         gt=0,
-        description="A key that was silent may send what so many seconds allow, at once.",
+        description="Burst capacity of each key, in seconds of its rate.",
     )
     wrong_keys_per_minute: float = Field(
         60.0,
         ge=0,
-        description="Requests a minute of one address that are told 401, for want of a right key; "
+        description="Requests per minute with an invalid or missing key that one address may send (401); "
         "further ones get 429. 0: no limit.",
     )
     event_poll_seconds: float = Field(
-        0.5, gt=0, description="How often an open event stream looks for new events."
+        0.5, gt=0, description="How often an open event stream polls for new events."
     )
     event_ping_seconds: float = Field(
-        15.0, gt=0, description="A stream that says nothing so long sends a comment."
+        15.0, gt=0, description="A stream idle for this long sends a comment."
     )
-
     event_stream_seconds: float | None = Field(
-        None, gt=0, description="A stream ends after so long; when the job ends if left out."
+        None, gt=0, description="Maximum duration of a stream; by default it ends with its job."
     )
 
     @property
@@ -71,7 +78,7 @@ class ApiSettings(JobSettings):
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address is this machine's own."""
+    """Return whether a host name or address is a loopback one."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What the API tells about itself: metrics, headers on every answer, and the last word on a crash."""
+"""Metrics, response headers, and the handling of unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from prometheus_client import (
@@ -27,7 +27,7 @@ from services.shared.jobs.views import PlanError
 
 log = structlog.get_logger(__name__)
 
-CLIENT_GONE = 499  # as nginx logs it; only in metrics
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for it; appears in metrics only
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _HEADERS = (
@@ -39,7 +39,7 @@ _HEADERS = (
 
 
 class Metrics:
-    """The counters of one application, in a registry of its own; every name begins `stillhouse_`."""
+    """The metrics of one application, in a registry of its own; every name starts with `stillhouse_`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -52,33 +52,40 @@ class Metrics:
         )
         self.durations = Histogram(
             "stillhouse_http_request_duration_seconds",
-            "Time from a request's arrival to the last byte of its answer.",
+            "Time from a request's arrival to the last byte of its response.",
             ["method", "route"],
             registry=self.registry,
         )
 
     @lru_cache(maxsize=1024)  # noqa: B019 - lives as long as the application
-    def of(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
-        """Return the counter and the histogram of such requests; looking labels up costs more."""
+    def for_route(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
+        """Return counter and histogram for these labels; cached, because looking labels up is slow."""
         return (
             self.requests.labels(method, route, str(status)),
             self.durations.labels(method, route),
         )
 
     def exposition(self) -> bytes:
-        """Return the text format that Prometheus scrapes."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
-class _Serving(Protocol):
-    def active(self, alias: str) -> Any: ...
+class _Model(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+
+class _Predictor(Protocol):
+    def active(self, alias: str) -> _Model | None: ...
     def aliases(self) -> Sequence[str]: ...
 
 
 class ModelInfoCollector(Collector):
-    """Says at each scrape which model serves which alias."""
+    """Reports at each scrape which model serves which alias."""
 
-    def __init__(self, predictor: _Serving) -> None:
+    def __init__(self, predictor: _Predictor) -> None:
         self._predictor = predictor
 
     def collect(self) -> Iterable[Metric]:
@@ -95,13 +102,13 @@ class ModelInfoCollector(Collector):
 
 
 class PlanErrorCollector(Collector):
-    """Says at each scrape how far the plans of finished jobs were off."""
+    """Reports at each scrape the relative error of the memory plans of finished jobs."""
 
     def __init__(self, plan_errors: Callable[[], Sequence[PlanError]]) -> None:
         self._plan_errors = plan_errors
 
     def describe(self) -> Iterable[Metric]:
-        """Name the families without asking the database, which may not be there yet."""
+        """Name the families without a database query: the database may not be up yet."""
         yield from _plan_error_families()
 
     def collect(self) -> Iterable[Metric]:
@@ -111,7 +118,7 @@ class PlanErrorCollector(Collector):
             for error in self._plan_errors():
                 grouped.setdefault((error.device, error.phase), []).append(error.ratio)
         except Unavailable:
-            return  # /readyz tells that; the other metrics are worth having
+            return  # /readyz reports the outage; the other metrics stay available
         for (device, phase), ratios in sorted(grouped.items()):
             ratio.add_metric([device, phase, "mean"], sum(ratios) / len(ratios))
             ratio.add_metric([device, phase, "worst"], max(ratios, key=abs))
@@ -137,7 +144,7 @@ def _plan_error_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
 
 
 class TelemetryMiddleware:
-    """ASGI middleware: counts and times each request, adds headers, answers what nobody caught."""
+    """ASGI middleware that counts and times requests, adds headers, and answers uncaught exceptions."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app
@@ -151,34 +158,34 @@ class TelemetryMiddleware:
         started = time.perf_counter()
         status = 0
 
-        async def observed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = (*_HEADERS, (b"x-request-id", request_id.encode()))
-                message["headers"] = [*message["headers"], *own]
+                request_id_header = (b"x-request-id", request_id.encode())
+                message["headers"] = [*message["headers"], *_HEADERS, request_id_header]
             await send(message)
 
         try:
-            await self._app(scope, receive, observed)
+            await self._app(scope, receive, send_with_headers)
         except ClientDisconnect:
-            status = CLIENT_GONE  # nobody is left to answer; counted
-        except Exception as error:  # the process boundary: it reports, and answers the client
+            status = CLIENT_CLOSED_REQUEST
+        except Exception as error:  # the process boundary: log it and answer the client
             log.exception("request_failed", request_id=request_id, path=scope["path"])
-            if status:  # too late for an answer; the server closes the connection
+            if status:  # the response has started; the server closes the connection
                 raise
             problem = ProblemError(
                 "internal",
-                f"An unexpected {type(error).__name__}; the server's log has request {request_id}.",
+                f"An unexpected {type(error).__name__}; see request {request_id} in the server's log.",
                 request_id=request_id,
             )
-            await problem_response(problem, path=scope["path"])(scope, receive, observed)
+            await problem_response(problem, path=scope["path"])(scope, receive, send_with_headers)
         finally:
             self._count(scope, status, time.perf_counter() - started)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in _METHODS else "other"
         route = getattr(scope.get("route"), "path", "unmatched")
-        counter, histogram = self._metrics.of(method, route, status)
+        counter, histogram = self._metrics.for_route(method, route, status)
         counter.inc()
         histogram.observe(seconds)

@@ -99,7 +99,7 @@ def test_a_file_that_is_a_link_out_of_the_roots_is_refused(
     (roots.parent / "secret").write_text("{}")
     (roots / "qwen" / name).unlink(missing_ok=True)
     (roots / "qwen" / name).symlink_to(roots.parent / "secret")
-    with pytest.raises(InvalidInput, match=f"{name}.* leads out of the model roots") as refused:
+    with pytest.raises(InvalidInput, match=f"{name}.* leads outside the model roots") as refused:
         admit(teacher("qwen"))
     assert refused.value.field == "model.path"
 

@@ -1,4 +1,4 @@
-"""Looks at a request's key before anything reads its body: strangers make nobody parse a megabyte."""
+"""Authenticates requests before their bodies are read, so unauthenticated clients cannot trigger parsing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.api.auth.keys import authenticate
 from services.api.problems import ProblemError, problem_response
 
-# Probes, and what only describes the API. Everything else, what does not exist too, needs a key.
+# Probes and the API description. Everything else needs a key, including paths that do not exist.
 PUBLIC_PATHS = frozenset(
     {
         "/livez",
@@ -23,9 +23,9 @@ PUBLIC_PATHS = frozenset(
 
 
 class AuthenticationMiddleware:
-    """ASGI middleware that lets in who has a key, whatever its scopes; the routes look at those.
+    """ASGI middleware that requires a valid key, whatever its scopes; the routes check those.
 
-    FastAPI reads and parses a body before it asks a route's dependencies.
+    FastAPI reads and parses a body before it resolves a route's dependencies, which would be too late.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -36,7 +36,7 @@ class AuthenticationMiddleware:
             try:
                 authenticate(Request(scope))
             except ProblemError as problem:
-                # The body stays unread, so the connection cannot be used again.
+                # The body stays unread, so the connection cannot be reused.
                 problem.headers["Connection"] = "close"
                 await problem_response(problem, path=scope["path"])(scope, receive, send)
                 return

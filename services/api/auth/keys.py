@@ -1,4 +1,4 @@
-"""API keys: names, scopes and hashes; the keys themselves are never stored."""
+"""API keys: names, scopes and hashes. The keys themselves are never stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.api.settings import ApiSettings, is_loopback
 
 
 class Scope(str, Enum):
-    """What a key may do; `admin` may do everything, and any key may read."""
+    """What a key permits; `admin` permits everything, and any key may read."""
 
     PREDICT = "predict"
     SUBMIT = "submit"
@@ -40,7 +40,7 @@ class ApiKey(BaseModel):
     scopes: frozenset[Scope]
 
     def allows(self, scope: Scope | None) -> bool:
-        """Return whether the key may do what needs `scope` (None: any key)."""
+        """Return whether the key has `scope` (None: any key will do)."""
         return scope is None or scope in self.scopes or Scope.ADMIN in self.scopes
 
 
@@ -48,7 +48,7 @@ KeysFile: TypeAdapter[dict[str, ApiKey]] = TypeAdapter(dict[str, ApiKey])
 
 
 class Keys:
-    """The known keys; with none of them the door is open."""
+    """The configured keys; without any, requests need no key but must be local."""
 
     def __init__(self, entries: dict[str, ApiKey]) -> None:
         self._entries = entries
@@ -58,8 +58,8 @@ class Keys:
         return not self._entries
 
     def find(self, key: str) -> ApiKey | None:
-        """Return the entry of `key`, in a time that does not depend on which entry it is."""
-        # A random 256-bit key needs no slow hash: there is nothing to guess from a dictionary.
+        """Return the entry of `key` in constant time."""
+        # A random 256-bit key needs no slow hash: dictionary attacks do not apply.
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
         found = None
         for entry in self._entries.values():
@@ -69,7 +69,7 @@ class Keys:
 
 
 def read_keys(path: Path) -> Keys:
-    """Read a keys file. Raises ValueError where it is not one."""
+    """Read a keys file. Raises ValueError if it cannot be read or is malformed."""
     try:
         return Keys(KeysFile.validate_json(path.read_bytes()))
     except OSError as error:
@@ -78,26 +78,28 @@ def read_keys(path: Path) -> Keys:
         first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(
-            f"The API keys file {path} is wrong at {where!r}: {first['msg']}."
+            f"The API keys file {path} is invalid at {where!r}: {first['msg']}."
         ) from error
 
 
 def load_keys(settings: ApiSettings) -> Keys:
-    """Return the keys the API starts with. Raises ValueError for an open door on a network."""
+    """Return the keys that the settings name. Raises ValueError for no keys on a non-loopback address."""
     keys = read_keys(settings.api_keys_file) if settings.api_keys_file else Keys({})
     if keys.is_empty and not is_loopback(settings.host):
         raise ValueError(
-            f"Refusing to listen on {settings.host} without API keys: anybody who reaches it could "
+            f"Refusing to listen on {settings.host} without API keys: anyone who can reach it could "
             "submit jobs. Set STILLHOUSE_API_KEYS_FILE, or listen on 127.0.0.1."
         )
     return keys
 
 
-_bearer = HTTPBearer(auto_error=False, description="An API key; not needed on loopback.")
+_bearer = HTTPBearer(
+    auto_error=False, description="An API key; not required on a loopback server without keys."
+)
 
 
 def requires(scope: Scope | None) -> Callable[..., Awaitable[None]]:
-    """Return a dependency that lets a request pass with a key that has `scope` (None: any key)."""
+    """Return a dependency that requires a key with `scope` (None: any key)."""
 
     async def check(
         request: Request,
@@ -111,21 +113,21 @@ def requires(scope: Scope | None) -> Callable[..., Awaitable[None]]:
 
 
 def authorize(request: Request, scope: Scope | None) -> None:
-    """Let a request pass with a key that has `scope` (None: any key), at its rate. Raises ProblemError."""
+    """Require a key with `scope` (None: any key) and apply its rate limit. Raises ProblemError."""
     key = authenticate(request)
     if key is None:
         return
     rates: RateLimiters = request.app.state.context.rate_limiters
     (rates.predict if scope is Scope.PREDICT else rates.other).acquire(key.sha256)
     if not key.allows(scope):
-        raise ProblemError("forbidden", f"This needs a key with the scope {scope}.")
+        raise ProblemError("forbidden", f"This request needs a key with the scope {scope}.")
 
 
 def authenticate(request: Request) -> ApiKey | None:
-    """Return the key that a request bears, or None where there are no keys and it is local.
+    """Return the key of a request, or None if no keys are configured and the request is local.
 
-    Raises ProblemError. A right key passes from an address that has sent too many wrong ones: behind
-    a proxy all clients have one address, and nobody guesses 256 random bits at any rate.
+    Raises ProblemError. A valid key is accepted even from an address that has sent too many invalid
+    ones: behind a proxy all clients share one address, and 256 random bits cannot be guessed.
     """
     keys: Keys = request.app.state.context.keys
     if keys.is_empty:
@@ -138,31 +140,31 @@ def authenticate(request: Request) -> ApiKey | None:
         rates.wrong_keys.acquire(client_address(request))
         raise ProblemError(
             "unauthorized",
-            "Send an API key of this server as `Authorization: Bearer <key>`.",
+            "Send a valid API key as `Authorization: Bearer <key>`.",
             headers={"WWW-Authenticate": "Bearer"},
         )
     return key
 
 
 async def limit_by_address(request: Request) -> None:
-    """Dependency of routes that need no key but cost something: a rate for each address."""
+    """Rate-limit a route that needs no key by client address (a dependency)."""
     context = request.app.state.context
     if not context.keys.is_empty:
         context.rate_limiters.other.acquire(client_address(request))
 
 
 def _check_local(request: Request) -> None:
-    """Refuse what a foreign web page makes a browser on this machine ask.
+    """Reject requests that a foreign web page makes a browser on this machine send.
 
-    Without keys nothing else tells such a request from its user's: a page may post forms to
-    127.0.0.1, or let its own name point there.
+    A page may post forms to 127.0.0.1 (cross-site request forgery) or resolve its own name to it (DNS
+    rebinding); without keys, only Host and Origin tell such a request from the user's own.
     """
     origin = request.headers.get("origin")
-    asked = [f"//{request.headers.get('host', '')}", *([origin] if origin else [])]
-    if not all(map(_is_local, asked)):
+    urls = [f"//{request.headers.get('host', '')}", *([origin] if origin else [])]
+    if not all(map(_is_local, urls)):
         raise ProblemError(
             "forbidden",
-            "This server has no API keys, so it answers only requests to and from localhost.",
+            "This server has no API keys, so it accepts only requests to and from localhost.",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a request body may be before anybody looks at its meaning: its size, and its characters."""
+"""Limits of a request body that hold before validation: its size, nesting and characters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from services.api.problems import (
 from services.api.settings import ApiSettings
 
 MAX_JSON_DEPTH = 64
-INTEGER_BITS = 64  # what Postgres, JavaScript's BigInt64 and our counters agree on
+INTEGER_BITS = 64  # the width of Postgres's bigint and of our counters
 
 
 class BodyLimitMiddleware:
-    """ASGI middleware that refuses a body over its path's limit, by its header or while it streams."""
+    """ASGI middleware that rejects a body over its path's limit, by Content-Length or while it streams."""
 
     def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
         self._app = app
@@ -32,54 +32,54 @@ class BodyLimitMiddleware:
             "/datasets": settings.upload_limit_bytes,
             "/diagnoses": settings.log_limit_bytes,
         }
-        self._otherwise = settings.json_limit_bytes
+        self._default_limit = settings.json_limit_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = self._limits.get(scope["path"], self._otherwise)
-        if _announced(scope) > limit:
+        limit = self._limits.get(scope["path"], self._default_limit)
+        if _content_length(scope) > limit:
             problem = to_problem(_too_large(limit))
             await problem_response(problem, path=scope["path"])(scope, receive, send)
             return
-        await self._app(scope, _counted(receive, limit), send)
+        await self._app(scope, _limited(receive, limit), send)
 
 
-def _announced(scope: Scope) -> int:
+def _content_length(scope: Scope) -> int:
     for name, value in scope["headers"]:
         if name == b"content-length":
             return int(value) if value.isdigit() else 0
     return 0
 
 
-def _counted(receive: Receive, limit: int) -> Receive:
-    seen = 0
+def _limited(receive: Receive, limit: int) -> Receive:
+    received = 0
 
-    async def counted() -> Message:
-        nonlocal seen
+    async def receive_limited() -> Message:
+        nonlocal received
         message = await receive()
         if message["type"] == "http.request":
-            seen += len(message.get("body", b""))
-            if seen > limit:
+            received += len(message.get("body", b""))
+            if received > limit:
                 raise _too_large(limit)
         return message
 
-    return counted
+    return receive_limited
 
 
 def _too_large(limit: int) -> HTTPException:
-    # An HTTPException, because FastAPI turns any other exception while reading a body into a 400.
+    # An HTTPException, because FastAPI turns any other exception during body reading into a 400.
     return HTTPException(
         413, f"The body is larger than {limit} bytes.", headers={"Connection": "close"}
     )
 
 
 async def screen_json(request: Request) -> None:
-    """Refuse what JSON's grammar lets through but no column, log or tokenizer takes.
+    """Reject valid JSON that no database column, log or tokenizer accepts (a dependency).
 
-    NUL and lone surrogates in strings, NaN and infinities, integers over 64 bits, and nesting deeper
-    than MAX_JSON_DEPTH. The body is already parsed (and kept) by the framework.
+    That is NUL and lone surrogates in strings, NaN and infinities, integers over 64 bits, and nesting
+    deeper than MAX_JSON_DEPTH. The framework has already parsed the body and caches it.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type.startswith("application/") and media_type.endswith("json")):
@@ -90,7 +90,7 @@ async def screen_json(request: Request) -> None:
 
 
 def screen(value: Any) -> None:
-    """Refuse what `screen_json` tells of, in a value that JSON was read into. Raises ProblemError."""
+    """Apply the checks of `screen_json` to a parsed JSON value. Raises ProblemError."""
     faults: list[FieldError] = []
     for field, message in _faults(value, path=()):
         faults.append(FieldError(field=".".join(field) or "body", message=message))
@@ -104,7 +104,7 @@ def screen(value: Any) -> None:
 
 def _faults(value: Any, *, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
     if len(path) > MAX_JSON_DEPTH:
-        yield path[:3], f"nested deeper than {MAX_JSON_DEPTH} levels"
+        yield path[:3], f"is nested deeper than {MAX_JSON_DEPTH} levels"
         return
     match value:
         case str() if fault := text_fault(value):
@@ -119,17 +119,17 @@ def _faults(value: Any, *, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
         case dict():
             for key, item in value.items():
                 if fault := text_fault(key):
-                    yield path, f"a field's name {fault}"
+                    yield path, f"a field name {fault}"
                 else:
                     yield from _faults(item, path=(*path, key))
 
 
 def text_fault(text: str) -> str | None:
-    """Return what makes `text` unfit for storage, or None."""
+    """Return why `text` cannot be stored, or None."""
     if "\x00" in text:
-        return "contains the character NUL"
+        return "contains a NUL character"
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return "contains half of a surrogate pair, which is no character"
+        return "contains an unpaired surrogate"
     return None

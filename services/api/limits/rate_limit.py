@@ -1,4 +1,4 @@
-"""How often a caller may ask: a token bucket for each key and class of requests, in this process."""
+"""Rate limits of this process: a token bucket per caller and class of requests."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fastapi import Request
 from services.api.problems import ProblemError
 from services.api.settings import ApiSettings
 
-MAX_CALLERS = 10_000  # buckets that one meter keeps; keys are few, strangers' addresses are not
-IPV6_NETWORK_BITS = 64  # what one subscriber is given: its addresses are one caller
+MAX_CALLERS = 10_000  # buckets per limiter: keys are few, addresses may be many
+IPV6_NETWORK_BITS = 64  # one subscriber's allocation: its addresses count as one caller
 
 
 class RateLimiter:
-    """A token bucket for each caller, all of one size; called from the event loop alone.
+    """A token bucket per caller, all of the same rate and size; call it from the event loop only.
 
-    A caller is kept as one number, the moment at which its bucket is full again (the generic cell rate
-    algorithm, ITU-T I.371). `per_second` 0 lets everything pass.
+    The state of a caller is one number, the time at which its bucket is full again (the generic cell
+    rate algorithm, ITU-T I.371). With `per_second` 0 there is no limit.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         max_callers: int = MAX_CALLERS,
     ) -> None:
-        self._interval = 1 / per_second if per_second else 0.0  # seconds that bring a token
+        self._interval = 1 / per_second if per_second else 0.0  # seconds per token
         self._slack = (max(burst, 1.0) - 1) * self._interval
         self._clock = clock
         self._most_callers = max_callers
         self._full_at: dict[str, float] = {}
 
     def try_acquire(self, caller: str) -> float:
-        """Take a token of the caller's; return 0, or the seconds until there will be one."""
+        """Take a token of `caller` and return 0, or return the seconds until the next one."""
         if not self._interval:
             return 0.0
         now = self._clock()
@@ -49,28 +49,28 @@ class RateLimiter:
             return wait
         self._full_at[caller] = full_at + self._interval
         if len(self._full_at) > self._most_callers:
-            self._forget(now)
+            self._evict(now)
         return 0.0
 
     def acquire(self, caller: str) -> None:
-        """Take a token. Raises ProblemError saying when to come back where there is none."""
+        """Take a token of `caller`. Raises ProblemError with a Retry-After header if there is none."""
         wait = self.try_acquire(caller)
         if wait:
             raise ProblemError(
                 "rate-limited",
-                f"Too many requests for their rate; the next one may come in {wait:.3g} s.",
+                f"Too many requests; retry in {wait:.3g} s.",
                 headers={"Retry-After": str(math.ceil(wait))},
             )
 
-    def _forget(self, now: float) -> None:
-        # A full bucket is as good as none. If that frees nothing, the callers longest known go.
+    def _evict(self, now: float) -> None:
+        # A full bucket needs no entry. If none is full, evict the callers known longest.
         kept = {caller: full_at for caller, full_at in self._full_at.items() if full_at > now}
         self._full_at = dict(list(kept.items())[-self._most_callers // 2 :])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateLimiters:
-    """The meters of one application; those left out let everything pass."""
+    """The rate limiters of one application; those left out have no limit."""
 
     predict: RateLimiter = field(default_factory=RateLimiter)  # by key
     other: RateLimiter = field(
@@ -80,21 +80,21 @@ class RateLimiters:
 
 
 def create_rate_limiters(settings: ApiSettings) -> RateLimiters:
-    """Return meters, all full, with the limits of the settings."""
+    """Return rate limiters with the limits of the settings, all buckets full."""
 
-    def meter(per_second: float) -> RateLimiter:
+    def limiter(per_second: float) -> RateLimiter:
         return RateLimiter(per_second=per_second, burst=per_second * settings.rate_burst_seconds)
 
     per_minute = settings.wrong_keys_per_minute
     return RateLimiters(
-        predict=meter(settings.predict_per_second),
-        other=meter(settings.requests_per_second),
+        predict=limiter(settings.predict_per_second),
+        other=limiter(settings.requests_per_second),
         wrong_keys=RateLimiter(per_second=per_minute / 60, burst=per_minute),
     )
 
 
 def client_address(request: Request) -> str:
-    """Return who a request comes from: its IPv4 address, or the network of its IPv6 address."""
+    """Return the IPv4 address of a request's client, or the network of its IPv6 address."""
     host = request.client.host if request.client else ""
     try:
         address = ipaddress.ip_address(host)
@@ -102,7 +102,7 @@ def client_address(request: Request) -> str:
         return host
     if address.version == 4:
         return host
-    if address.ipv4_mapped is not None:  # how a socket that listens on `::` tells of IPv4
+    if address.ipv4_mapped is not None:  # an IPv4 client of a socket that listens on `::`
         return str(address.ipv4_mapped)
     network = int(address) >> (128 - IPV6_NETWORK_BITS)
     return f"{network:x}/{IPV6_NETWORK_BITS}"

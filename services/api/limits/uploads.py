@@ -1,4 +1,4 @@
-"""How many uploads are taken at once, and how many of them are read row by row."""
+"""Limits on concurrent uploads and concurrent validations."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from services.api.problems import RETRY_AFTER_SECONDS, ProblemError
 
 
 class UploadLimiter:
-    """Lets `max_uploads` uploads in, and `max_validations` of them be validated; the others wait."""
+    """Accepts `max_uploads` concurrent uploads and validates `max_validations` of them; the others wait."""
 
     def __init__(self, *, max_uploads: int = 8, max_validations: int = 2) -> None:
-        self._most_open = max_uploads
-        self._open = 0
+        self._max_uploads = max_uploads
+        self._active = 0
         self._validations = asyncio.Semaphore(max_validations)
 
     @asynccontextmanager
     async def upload(self) -> AsyncIterator[None]:
-        """Hold a place from before the body is read. Raises ProblemError where all are taken."""
-        if self._open >= self._most_open:
+        """Hold an upload slot while the body is read. Raises ProblemError if none is free."""
+        if self._active >= self._max_uploads:
             raise ProblemError(
                 "overloaded",
-                f"{self._open} datasets are being uploaded; this server takes no more at once.",
+                f"{self._active} uploads are in progress; this server accepts no more at once.",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"},
             )
-        self._open += 1
+        self._active += 1
         try:
             yield
         finally:
-            self._open -= 1
+            self._active -= 1
 
     @asynccontextmanager
     async def validation(self) -> AsyncIterator[None]:
-        """Wait for a turn: a validation takes a core, a thread, and memory for all its texts."""
+        """Wait for a validation slot: each occupies a core, a thread, and memory for all its texts."""
         async with self._validations:
             yield

@@ -1,4 +1,4 @@
-"""Prediction in the shape of vLLM and SGLang."""
+"""Prediction with the classification API of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class ClassifyRequest(BaseModel):
     )
 
     model: Annotated[str, Field(max_length=200)] | None = Field(
-        None, description="Name, version or alias of the model that serves; checked if given."
+        None, description="Name, version or alias of the serving model; checked if given."
     )
     input: str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
     truncate_prompt_tokens: Literal[-1] | None = Field(
-        None, description="-1 cuts longer texts to the model's length."
+        None, description="-1 truncates longer texts to the model's maximum length."
     )
 
 
 class ClassifyHead(BaseModel):
-    """One head's answer; `probs` is in the order of `labels`.
+    """The result of one head; `probs` is in the order of `labels`.
 
-    `predicted` (ours) are the labels that a multi-label head answers, the likeliest first.
+    `predicted` (our extension) lists the labels that a multi-label head predicts, most likely first.
     """
 
     label: str
@@ -63,7 +63,7 @@ class ClassifyHead(BaseModel):
 
 
 class ClassifyText(BaseModel):
-    """One text's answer. The plain fields are the first head's; `heads` has them all (ours)."""
+    """The result for one text: the first head's fields, and all heads in `heads` (our extension)."""
 
     index: int
     label: str
@@ -74,7 +74,7 @@ class ClassifyText(BaseModel):
 
 
 class ClassifyAnswer(BaseModel):
-    """The response of vLLM; `heads` appears where the student has several."""
+    """The response of vLLM; `heads` is present if the student has several."""
 
     id: str
     object: Literal["list"]
@@ -95,7 +95,7 @@ async def classify(
 ) -> Response:
     student = await active_student(context, alias)
     if body.model not in (None, alias, student.name, student.version):
-        raise ProblemError("not-found", f"The model {body.model!r} does not serve here now.")
+        raise ProblemError("not-found", f"The model {body.model!r} is not being served.")
     predictions = await predict_texts(
         [body.input] if isinstance(body.input, str) else body.input,
         request=request,
@@ -125,11 +125,15 @@ def _classified(index: int, prediction: Prediction) -> dict[str, Any]:
 
 def _classified_head(scores: list[Score]) -> dict[str, Any]:
     in_order = sorted(scores, key=lambda score: score.label)  # labels are sorted: class order
-    many = scores[0].predicted is not None
+    is_multi_label = scores[0].predicted is not None
     return {
         "label": scores[0].label,
         "probs": [score.score for score in in_order],
         "labels": [score.label for score in in_order],
         "num_classes": len(scores),
-        **({"predicted": [score.label for score in scores if score.predicted]} if many else {}),
+        **(
+            {"predicted": [score.label for score in scores if score.predicted]}
+            if is_multi_label
+            else {}
+        ),
     }

@@ -1,4 +1,4 @@
-"""Datasets: uploaded in one request, read row by row, stored whole or not at all."""
+"""Datasets: upload in one request, validation row by row, atomic storage."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _with_file(schema: dict[str, Any]) -> None:
 
 
 class DatasetForm(Layout):
-    """The multipart form of an upload; `heads` and `fractions` are JSON texts."""
+    """The multipart form of an upload; `heads` and `fractions` are JSON."""
 
     model_config = ConfigDict(json_schema_extra=_with_file)
 
     name: Annotated[str, Field(min_length=1, max_length=120)] | None = Field(
-        None, description="The file's name if left out."
+        None, description="Defaults to the file name."
     )
-    format: Format | None = Field(None, description="The file's ending if left out.")
+    format: Format | None = Field(None, description="Defaults to the file extension.")
 
 
 _FORM = {
@@ -84,14 +84,14 @@ _FORM = {
     },
 )
 async def create_dataset(request: Request, context: ContextDep, response: Response) -> DatasetView:
-    """Read an upload row by row and store it; every fault is named by its line."""
+    """Validate an upload row by row and store it; every error names its line."""
     try:
         async with context.upload_limiter.upload():
-            stored = await _taken(request, context)
+            stored = await _receive(request, context)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise ProblemError("disk-full", "The server has no room for this upload.") from error
+        raise ProblemError("disk-full", "The server has no disk space for this upload.") from error
     response.headers["Location"] = f"/datasets/{stored.id}"
     return stored
 
@@ -100,7 +100,7 @@ async def create_dataset(request: Request, context: ContextDep, response: Respon
 def list_datasets(
     context: ContextDep, cursor: Cursor = None, limit: Limit = 50
 ) -> Page[DatasetView]:
-    """List datasets, the newest first."""
+    """List datasets, newest first."""
     return context.store.list_datasets(cursor=cursor, limit=limit)
 
 
@@ -115,41 +115,41 @@ def get_dataset(dataset_id: DatasetId, context: ContextDep) -> DatasetView:
     return context.store.dataset(dataset_id)
 
 
-async def _taken(request: Request, context: AppContext) -> DatasetView:
-    # Parsed here and not by the framework, so that nobody without a key makes us read a file.
+async def _receive(request: Request, context: AppContext) -> DatasetView:
+    # Parse the form here, after the scope check: the framework would parse it before.
     async with request.form(
         max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
     ) as fields:
         file = fields.get("file")
         if not isinstance(file, UploadFile):
             raise invalid_field("file", "Send the dataset as `file` in a multipart form.")
-        form = _form(fields)
+        form = _parse_form(fields)
         async with context.upload_limiter.validation():
             return await run_in_threadpool(_store, file, form, context=context)
 
 
-def _form(fields: FormData) -> DatasetForm:
+def _parse_form(fields: FormData) -> DatasetForm:
     values: dict[str, Any] = {}
     for field, value in fields.items():
         if field == "file":
             continue
         if not isinstance(value, str):
-            raise invalid_field(field[:80], "Only `file` may be a file.")
+            raise invalid_field(field[:80], "Only the field `file` may be a file.")
         if fault := text_fault(field + value):
             raise invalid_field(field[:80], f"The field {fault}.")
-        values[field] = _json(field, value) if field in _JSON_FIELDS else value
+        values[field] = _parse_json(field, value) if field in _JSON_FIELDS else value
     try:
         return DatasetForm.model_validate(values)
     except ValidationError as error:
-        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
-        raise RequestValidationError(faults, body=values) from error
+        errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        raise RequestValidationError(errors, body=values) from error
 
 
-def _json(field: str, text: str) -> Any:
+def _parse_json(field: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid_field(field, f"The field is not JSON: {error}") from error
+        raise invalid_field(field, f"The field is not valid JSON: {error}") from error
 
 
 def _store(file: UploadFile, form: DatasetForm, *, context: AppContext) -> DatasetView:
@@ -161,7 +161,7 @@ def _store(file: UploadFile, form: DatasetForm, *, context: AppContext) -> Datas
     dataset_id = new_id("ds")
     name = form.name or PurePath(filename).stem[:120] or dataset_id
     if fault := text_fault(name):
-        raise invalid_field("file", f"The file's name {fault}; give a `name`.")
+        raise invalid_field("file", f"The file name {fault}; give a `name`.")
     settings = context.settings
     with tempfile.NamedTemporaryFile(dir=settings.uploads_dir, suffix=f".{format}") as copy:
         shutil.copyfileobj(file.file, copy, 1024 * 1024)

@@ -1,4 +1,4 @@
-"""Whether the process lives, whether its parts answer, what serves, and the metrics."""
+"""Liveness, readiness, health and metrics."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ router = APIRouter(tags=["health"], responses=problems(500))
 
 
 class Alive(BaseModel):
-    """The process answers."""
+    """The process is alive."""
 
     status: Literal["ok"] = "ok"
 
 
-class PartStatus(BaseModel):
-    """Whether one part answers, and how fast."""
+class DependencyStatus(BaseModel):
+    """Whether one dependency responds, and how fast."""
 
     ok: bool
     milliseconds: float
 
 
 class Ready(BaseModel):
-    """Every part answers."""
+    """The status of every dependency."""
 
     status: Literal["ok", "degraded"]
-    parts: dict[str, PartStatus]
+    parts: dict[str, DependencyStatus]
 
 
 class ServedModel(BaseModel):
-    """A model that answers /predict now."""
+    """A model that currently serves /predict."""
 
     name: str
     version: str
@@ -49,14 +49,14 @@ class ServedModel(BaseModel):
 
 
 class Health(Ready):
-    """AppContext and served models."""
+    """Dependencies and served models."""
 
     models: dict[str, ServedModel]
 
 
 @router.get("/livez", operation_id="livez")
 async def livez() -> Alive:
-    """Say that the process answers; looks at nothing else."""
+    """Report that the process is alive; checks no dependency."""
     return Alive()
 
 
@@ -67,13 +67,13 @@ async def livez() -> Alive:
     responses=problems(429, 503),
 )
 def readyz(context: ContextDep) -> Ready:
-    """Say whether database, broker and data directory answer; 503 names those that do not."""
-    found = _probe(context)
-    silent = [name for name, status in found.items() if not status.ok]
-    if silent:
+    """Report whether database, broker and data directory respond; a 503 names those that do not."""
+    found = _probe_dependencies(context)
+    failed = [name for name, status in found.items() if not status.ok]
+    if failed:
         raise ProblemError(
             "unavailable",
-            f"These parts do not answer: {', '.join(silent)}.",
+            f"These dependencies do not respond: {', '.join(failed)}.",
             headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             parts={name: status.model_dump() for name, status in found.items()},
         )
@@ -87,8 +87,8 @@ def readyz(context: ContextDep) -> Ready:
     responses=problems(429),
 )
 def health(context: ContextDep) -> Health:
-    """Show parts and served models; always 200, for people and dashboards."""
-    found = _probe(context)
+    """Show dependencies and served models; always 200, for people and dashboards."""
+    found = _probe_dependencies(context)
     served = {alias: context.predictor.active(alias) for alias in context.predictor.aliases()}
     return Health(
         status="ok" if all(status.ok for status in found.values()) else "degraded",
@@ -117,11 +117,11 @@ def health(context: ContextDep) -> Health:
     },
 )
 def metrics(context: ContextDep) -> Response:
-    """Return what Prometheus scrapes."""
+    """Return the metrics in Prometheus's text format."""
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _probe(context: AppContext) -> dict[str, PartStatus]:
+def _probe_dependencies(context: AppContext) -> dict[str, DependencyStatus]:
     found = {}
     for name, probe in context.probes.items():
         started = time.perf_counter()
@@ -131,5 +131,5 @@ def _probe(context: AppContext) -> dict[str, PartStatus]:
         except (Unavailable, OSError):
             ok = False
         elapsed = 1000 * (time.perf_counter() - started)
-        found[name] = PartStatus(ok=ok, milliseconds=round(elapsed, 3))
+        found[name] = DependencyStatus(ok=ok, milliseconds=round(elapsed, 3))
     return found

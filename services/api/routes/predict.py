@@ -1,4 +1,4 @@
-"""Prediction in the shape of text-embeddings-inference."""
+"""Prediction with the API of Hugging Face text-embeddings-inference (TEI)."""
 
 from __future__ import annotations
 
@@ -44,24 +44,28 @@ class PredictRequest(BaseModel):
         str
         | Annotated[
             list[str | Annotated[list[str], Field(min_length=1, max_length=1)]],
-            Field(min_length=1, fail_fast=True),  # messages for a thousand wrong items took 35 ms
+            Field(
+                min_length=1, fail_fast=True
+            ),  # error messages for a thousand invalid items took 35 ms
         ]
     ) = Field(description="One text, a list of texts, or TEI's batch of one-element lists.")
-    truncate: bool = Field(False, description="Cut longer texts instead of refusing them.")
-    truncation_direction: Literal["Right"] = Field("Right", description="The end that is cut.")
+    truncate: bool = Field(False, description="Truncate longer texts instead of rejecting them.")
+    truncation_direction: Literal["Right"] = Field(
+        "Right", description="The end at which texts are truncated."
+    )
     raw_scores: bool = Field(False, description="Logits instead of probabilities.")
     top_k: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
-        None, description="Most labels a head."
+        None, description="Maximum number of labels per head."
     )
     threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None,
-        description="The probability above which a multi-label head answers a label, instead of the "
-        "one fitted for each label.",
+        description="The probability above which a multi-label head predicts a label, instead of the "
+        "one calibrated for each label.",
     )
     heads: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = Field(
-        None, description="Heads to answer for; all if left out."
+        None, description="Heads to return; all by default."
     )
-    detail: bool = Field(False, description="Answer with model, tokens and usage.")
+    detail: bool = Field(False, description="Include model, tokens and usage.")
 
 
 class LabelScore(BaseModel):
@@ -70,7 +74,7 @@ class LabelScore(BaseModel):
     label: str
     score: float
     predicted: bool | None = Field(
-        None, description="Multi-label heads only: whether the label is answered."
+        None, description="Multi-label heads only: whether the label is predicted."
     )
 
 
@@ -83,7 +87,7 @@ class HeadDetail(BaseModel):
 
 
 class TextDetail(BaseModel):
-    """The answer for one text."""
+    """The result for one text."""
 
     index: int
     heads: dict[str, HeadDetail]
@@ -92,7 +96,7 @@ class TextDetail(BaseModel):
 
 
 class PredictDetail(BaseModel):
-    """The answer with `detail`."""
+    """The response with `detail`."""
 
     model: str
     version: str
@@ -112,7 +116,7 @@ PredictAnswer = Ranked | dict[str, Ranked] | list[Ranked] | list[dict[str, Ranke
         200: {
             "model": PredictAnswer,
             "headers": RESPONSE_HEADERS,
-            "description": "One head: labels by score; several: a map by head; a list for a list.",
+            "description": "One head: labels by score; several heads: a map by head; for a list of texts: a list.",
         }
     },
 )
