@@ -66,7 +66,7 @@ def score(reports: Sequence[Mapping[str, Any]]) -> list[Score]:
             firm=bool(report["expect"]["firm"]),
             known_cause=report["expect"]["cause"],
             known_sharded=_sharded(report["expect"]["sharded"]),
-            diagnosis=diagnose(Case.from_json(report["case"])),
+            diagnosis=diagnose(Case.from_dict(report["case"])),
         )
         for report in reports
     ]

@@ -10,8 +10,10 @@ from fastapi import APIRouter, Body, Depends
 from services.api.auth.keys import requires
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
+from services.shared.jobs.document_schema import Document
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
+from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 router = APIRouter(
     tags=["diagnoses"],
@@ -38,6 +40,6 @@ CaseBody = Annotated[
 
 
 @router.post("/diagnoses", operation_id="diagnose")
-def diagnose_case(case: CaseBody) -> dict[str, Any]:
+def diagnose_case(case: CaseBody) -> Document[DiagnosisDict]:
     """Read an out-of-memory error: its cause, how sure that is, and what would help."""
-    return diagnose(Case.from_json(case)).to_json()
+    return diagnose(Case.from_dict(case)).to_dict()

@@ -83,12 +83,12 @@ def diagnose(
         told["device_memory_bytes"] = _size(device_memory, "device_memory")
         told["host_memory_bytes"] = _size(host_memory, "host_memory")
         content, log = _read(source)
-        case = Case.from_json({**content, **{k: v for k, v in told.items() if v is not None}})
+        case = Case.from_dict({**content, **{k: v for k, v in told.items() if v is not None}})
         diagnosis = diagnose_case(case, log=log)
     except InvalidInput as error:
         _refuse(error, as_json=as_json)
     if as_json:
-        typer.echo(json.dumps(diagnosis.to_json(), indent=2))
+        typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
         return
     console = Console()
     width = console.width if console.is_terminal else max(console.width, _NARROWEST)

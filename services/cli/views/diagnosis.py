@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.shared.memory.forensics.diagnosis import Confidence, Diagnosis, Hypothesis, Strength
+from services.shared.memory.planning.plan import Verdict
 from services.shared.memory.sizes import format_size
 
 _STYLES = {
@@ -20,7 +21,12 @@ _MARKS = {
     Strength.POSSIBLE: ("left", "yellow"),
     Strength.EXCLUDED: ("excluded", "red"),
 }
-_VERDICTS = {"fits": "green", "tight": "yellow", "does_not_fit": "red"}
+_VERDICTS = {
+    Verdict.FITS: ("fits", "green"),
+    Verdict.TIGHT: ("tight", "yellow"),
+    Verdict.DOES_NOT_FIT: ("no", "red"),
+    Verdict.UNKNOWN: ("unknown", "default"),
+}
 _MOST_CANDIDATES = 3
 
 
@@ -92,23 +98,23 @@ def _request_line(diagnosis: Diagnosis) -> str:
 
 
 def _needs_line(diagnosis: Diagnosis) -> str:
-    needs = diagnosis.needs
+    needs, planned = diagnosis.needs, diagnosis.planned
     parts = []
-    if needs.get("num_parameters"):
+    if needs:
         parts.append(
-            f"{needs['num_parameters'] / 1e9:.3f} B parameters x {needs['bytes_per_parameter']} B = "
-            f"{format_size(needs['whole_state_bytes'])}"
+            f"{needs.num_parameters / 1e9:.3f} B parameters x {needs.bytes_per_parameter} B = "
+            f"{format_size(needs.whole_state_bytes)}"
         )
-    if needs.get("rank_state_bytes"):
-        parts.append(f"{format_size(needs['rank_state_bytes'])} a rank before any activation")
-    if needs.get("planned_peak_bytes"):
-        verdict = str(needs["planned_verdict"]).replace("_", " ")
-        fused = needs.get("planned_fused_peak_bytes")
+    if needs and needs.rank_state_bytes:
+        parts.append(f"{format_size(needs.rank_state_bytes)} a rank before any activation")
+    if planned:
+        verdict = str(planned.verdict).replace("_", " ")
+        fused = planned.fused_peak_bytes
         instead = f", {format_size(fused)} fused" if fused else ""
         parts.append(
-            f"planned peak {format_size(needs['planned_peak_bytes'])} "
-            f"({needs['planned_optimizer_impl']} optimizer{instead}) of "
-            f"{format_size(needs['budget_bytes'])} usable: {verdict}"
+            f"planned peak {format_size(planned.peak_bytes)} "
+            f"({planned.optimizer_impl} optimizer{instead}) of "
+            f"{format_size(planned.budget_bytes)} usable: {verdict}"
         )
     return "; ".join(parts)
 
@@ -149,7 +155,7 @@ def _why(hypothesis: Hypothesis) -> str:
 
 
 def _remedies(diagnosis: Diagnosis) -> Table:
-    fewer = next((r.one_rank_less["ranks"] for r in diagnosis.remedies if r.one_rank_less), None)
+    fewer = next((r.one_rank_less.ranks for r in diagnosis.remedies if r.one_rank_less), None)
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("What to change", ratio=4)
     table.add_column("peak a rank", no_wrap=True)
@@ -157,19 +163,16 @@ def _remedies(diagnosis: Diagnosis) -> Table:
         table.add_column(f"on {fewer}", no_wrap=True)
     table.add_column("costs", ratio=4)
     for remedy in diagnosis.remedies:
-        cells: list[Text] = [
-            Text(remedy.change),
-            _peak(remedy.predicted_peak_bytes, remedy.verdict),
-        ]
+        cells = [Text(remedy.change), _peak(remedy.predicted_peak_bytes, remedy.verdict)]
         if fewer:
-            less = remedy.one_rank_less or {}
-            cells.append(_peak(less.get("predicted_peak_bytes"), str(less.get("verdict", ""))))
+            less = remedy.one_rank_less
+            cells.append(_peak(less.predicted_peak_bytes, less.verdict) if less else Text(""))
         table.add_row(*cells, Text(remedy.costs.partition(";")[0]))
     return table
 
 
-def _peak(size: int | None, verdict: str) -> Text:
+def _peak(size: int | None, verdict: Verdict) -> Text:
     if size is None:
         return Text("")
-    word = {"fits": "fits", "tight": "tight", "does_not_fit": "no"}.get(verdict, verdict)
-    return Text(f"{size / 2**30:.2f} GiB {word}", style=_VERDICTS.get(verdict, "default"))
+    word, style = _VERDICTS[verdict]
+    return Text(f"{size / 2**30:.2f} GiB {word}", style=style)

@@ -38,7 +38,7 @@ QWEN3_8B = {
 
 
 def read(**case: Any) -> Diagnosis:
-    return diagnose(Case.from_json(case))
+    return diagnose(Case.from_dict(case))
 
 
 def message(asked: str, allocated: str, *, total: str = "39.39 GiB", rest: str = "") -> str:
@@ -76,7 +76,7 @@ def test_reports_whose_cause_nobody_established_are_never_certain(scores: list[S
 @pytest.mark.parametrize("report", REPORTS, ids=[r["id"] for r in REPORTS])
 def test_the_known_tensor_is_among_the_candidates(report: Mapping[str, Any]) -> None:
     """Every size that a report worked out from the model's dimensions is found again."""
-    found = diagnose(Case.from_json(report["case"])).request
+    found = diagnose(Case.from_dict(report["case"])).request
     for known in report["arithmetic"]:
         dimensions = known["expr_bytes"].replace("//", "*").split("*")
         from_the_shape = report["case"].get("model") and known.get("match") == "exact"
@@ -87,13 +87,13 @@ def test_the_known_tensor_is_among_the_candidates(report: Mapping[str, Any]) -> 
 
 
 def test_a_share_of_a_layer_proves_sharding() -> None:
-    found = diagnose(Case.from_json(CASES["cookbook-234"]))
+    found = diagnose(Case.from_dict(CASES["cookbook-234"]))
     assert found.sharded is Sharded.YES
     assert "only when 8 ranks divide" in found.sharded_evidence[0]
 
 
 def test_whole_weights_larger_than_the_card_are_certainly_not_sharded() -> None:
-    found = diagnose(Case.from_json(CASES["lf-257"]))
+    found = diagnose(Case.from_dict(CASES["lf-257"]))
     assert (found.cause, found.confidence) == (Cause.NOT_SHARDED, Confidence.CERTAIN)
     assert found.remedies[0].change.startswith("configure sharding")
 
@@ -283,14 +283,14 @@ class TestCase:
     )
     def test_a_mistake_names_its_field(self, field: str, value: object) -> None:
         with pytest.raises(InvalidInput) as caught:
-            Case.from_json({field: value})
+            Case.from_dict({field: value})
         assert caught.value.field == field
 
     def test_null_is_the_same_as_leaving_out(self) -> None:
-        assert Case.from_json({"ranks": None, "log": None}) == Case()
+        assert Case.from_dict({"ranks": None, "log": None}) == Case()
 
     def test_words_of_people_are_understood(self) -> None:
-        case = Case.from_json({"parameters": "bf16", "framework": "FSDP1 full_shard"})
+        case = Case.from_dict({"parameters": "bf16", "framework": "FSDP1 full_shard"})
         assert (str(case.parameters), str(case.framework)) == ("bfloat16", "fsdp1")
 
     def test_the_contracts_short_model_gives_a_shape(self) -> None:
@@ -316,7 +316,7 @@ class TestCase:
 
 
 def test_the_json_has_the_fields_of_the_contract() -> None:
-    found = json.loads(json.dumps(diagnose(Case.from_json(CASES["trl-3436"])).to_json()))
+    found = json.loads(json.dumps(diagnose(Case.from_dict(CASES["trl-3436"])).to_dict()))
     assert found.keys() >= {"cause", "confidence", "sharded", "message", "request", "hypotheses"}
     assert found.keys() >= {"next_measurement", "remedies"}
     assert found["request"][0].keys() >= {"what", "bytes", "dtype", "match"}
@@ -351,7 +351,7 @@ def test_predictions_never_stand_without_a_reason(scores: list[Score]) -> None:
 
 
 def test_a_fitting_recipe_is_smaller_than_the_card() -> None:
-    found = diagnose(Case.from_json(CASES["alpaca-223"]))
+    found = diagnose(Case.from_dict(CASES["alpaca-223"]))
     fitting = [r for r in found.remedies if r.verdict == "fits" and r.predicted_peak_bytes]
     assert fitting
     assert all(r.predicted_peak_bytes < 31.75 * GIB for r in fitting)

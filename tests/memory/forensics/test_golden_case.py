@@ -24,7 +24,7 @@ PRINT = 0.005 * GIB  # half of the last digit of "59.36 GB"
 
 @pytest.fixture(scope="module")
 def golden() -> Diagnosis:
-    return diagnose(Case.from_json(CASE))
+    return diagnose(Case.from_dict(CASE))
 
 
 def explanation(golden: Diagnosis, words: str) -> Hypothesis:
@@ -126,10 +126,11 @@ def test_the_coincidence_of_eight_ranks_is_explained(golden: Diagnosis) -> None:
 
 
 def test_the_arithmetic_says_that_the_job_does_not_fit(golden: Diagnosis) -> None:
-    needs = golden.needs
-    assert needs["rank_state_bytes"] == pytest.approx(59.575 * GIB, abs=PRINT)
-    assert needs["planned_fused_peak_bytes"] == pytest.approx(63.56 * GIB, rel=0.001)
-    assert needs["planned_peak_bytes"] == pytest.approx(74.47 * GIB, rel=0.001)
+    assert golden.needs is not None
+    assert golden.planned is not None
+    assert golden.needs.rank_state_bytes == pytest.approx(59.575 * GIB, abs=PRINT)
+    assert golden.planned.fused_peak_bytes == pytest.approx(63.56 * GIB, rel=0.001)
+    assert golden.planned.peak_bytes == pytest.approx(74.47 * GIB, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +148,9 @@ def test_recipes_that_fit_eight_and_seven_cards_are_offered(
     found = remedy(golden, changes)
     assert found.verdict == "fits"
     assert found.predicted_peak_bytes == pytest.approx(on_eight * GIB, rel=0.002)
-    assert found.one_rank_less["ranks"] == 7
-    assert found.one_rank_less["verdict"] == "fits"
-    assert found.one_rank_less["predicted_peak_bytes"] == pytest.approx(on_seven * GIB, rel=0.002)
+    assert found.one_rank_less.ranks == 7
+    assert found.one_rank_less.verdict == "fits"
+    assert found.one_rank_less.predicted_peak_bytes == pytest.approx(on_seven * GIB, rel=0.002)
 
 
 def test_offloading_is_refused_for_the_host(golden: Diagnosis) -> None:
@@ -174,19 +175,19 @@ def test_reducing_every_micro_batch_alone_does_not_suffice(golden: Diagnosis) ->
     ],
 )
 def test_the_message_as_torch_prints_it_leads_to_the_same_answer(golden: Diagnosis, log) -> None:
-    printed = diagnose(Case.from_json({**CASE, "log": log}))
+    printed = diagnose(Case.from_dict({**CASE, "log": log}))
     assert (printed.cause, printed.sharded) == (golden.cause, golden.sharded)
     assert {h.what for h in printed.hypotheses} == {h.what for h in golden.hypotheses}
 
 
 def test_a_progress_bar_in_the_log_decides(golden: Diagnosis) -> None:
     bar = "  0%|          | 1/1250 [00:21<7:24:11, 21.34s/it]\n"
-    told = diagnose(Case.from_json({**CASE, "log": bar + CASE["log"]}))
+    told = diagnose(Case.from_dict({**CASE, "log": bar + CASE["log"]}))
     assert (told.cause, told.confidence) == (Cause.FP32_UPCAST, Confidence.LIKELY)
     assert golden.cause is Cause.UNDECIDED
 
 
 def test_a_told_accumulation_of_one_excludes_whole_gradients() -> None:
-    told = diagnose(Case.from_json({**CASE, "gradient_accumulation_steps": 1}))
+    told = diagnose(Case.from_dict({**CASE, "gradient_accumulation_steps": 1}))
     left = [h for h in told.hypotheses if h.strength is not Strength.EXCLUDED]
     assert not any("no_sync" in h.what for h in left)

@@ -51,7 +51,7 @@ def failure(way: str, job: tuple, share: float) -> Diagnosis | None:
     asked = Rounding().driver_request(crossing.request_bytes)
     total = printed(crossing.allocated_bytes + asked + 2 * GIB)
     return diagnose(
-        Case.from_json(
+        Case.from_dict(
             {
                 "log": f"CUDA out of memory. Tried to allocate {printed(asked)}. GPU 0 has a total "
                 f"capacity of {total}. Of the allocated memory {printed(crossing.allocated_bytes)} is "

@@ -85,7 +85,7 @@ def examine_memory(
         job = _known_job(claim, recipe, settings)
         facts = _facts(claim, recipe, job, settings)
         told = _told(blame, run=run, exit_code=exit_code)
-        document = diagnose(Case.from_json(facts | told)).to_json()
+        document: dict[str, Any] = {**diagnose(Case.from_dict(facts | told)).to_dict()}
         if job is None:
             return PostMortem(diagnosis=document, recipe_changes={})
         remedies = list(_remedies(document, claim, job, settings))

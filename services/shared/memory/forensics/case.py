@@ -62,8 +62,8 @@ class Case:
     ignored: tuple[str, ...] = ()
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Case:
-        """Read a case from JSON values; unknown fields are kept by name in `ignored`.
+    def from_dict(cls, value: Mapping[str, Any]) -> Case:
+        """Read a case from plain values; unknown fields are kept by name in `ignored`.
 
         Raises InvalidInput naming the field whose value cannot be what it should be.
         """

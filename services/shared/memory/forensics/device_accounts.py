@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.shared.memory.oom_log.message_parser import Message, PrintedSize
+from services.shared.memory.oom_log.message_parser import Message, bytes_of
 from services.shared.memory.sizes import GIB
 
 # Context, libraries and collectives of one process: 0.1 to 2.3 GiB in 27 of 33 public messages
@@ -64,23 +64,23 @@ def read_accounts(
 
     `usual_outside_bytes` is what this kind of card is known to keep outside of torch.
     """
-    total = _value(message.total) or total_bytes or _value(message.allowed)
-    allocated, free = _value(message.allocated), _value(message.free)
-    cached = _value(message.unallocated)
+    total = bytes_of(message.total) or total_bytes or bytes_of(message.allowed)
+    allocated, free = bytes_of(message.allocated), bytes_of(message.free)
+    cached = bytes_of(message.unallocated)
     if cached is None and message.reserved and allocated is not None:
         cached = max(0, message.reserved.size_bytes - allocated)
-    pools = _value(message.private_pools) or 0
+    pools = bytes_of(message.private_pools) or 0
     torch_bytes = None if allocated is None or cached is None else allocated + cached + pools
     outside = None
     if total is not None and free is not None and torch_bytes is not None:
         outside = max(0, total - free - torch_bytes)
     return Accounts(
-        requested_bytes=_value(message.requested),
+        requested_bytes=bytes_of(message.requested),
         total_bytes=total,
         allocated_bytes=allocated,
         cached_bytes=cached,
         free_bytes=free,
-        allowed_bytes=_value(message.allowed),
+        allowed_bytes=bytes_of(message.allowed),
         outside_bytes=outside,
         elsewhere_bytes=_elsewhere(message, total, free, torch_bytes),
         usual_outside_bytes=max(USUAL_OUTSIDE_BYTES, usual_outside_bytes),
@@ -90,7 +90,7 @@ def read_accounts(
 def _elsewhere(
     message: Message, total: int | None, free: int | None, torch_bytes: int | None
 ) -> int | None:
-    process = _value(message.process)
+    process = bytes_of(message.process)
     if process is not None and not 0 < process < _ABSURD_BYTES:
         process = None  # a container's pid namespace prints 0, WSL2 an overflow
     if process is not None and total is not None and free is not None:
@@ -100,7 +100,3 @@ def _elsewhere(
         # Without a sentence of its own, the largest "other" process is the job in its container.
         others.remove(max(others))
     return sum(others) if others else None
-
-
-def _value(size: PrintedSize | None) -> int | None:
-    return size.size_bytes if size else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnosis import (
@@ -28,7 +27,7 @@ from services.shared.memory.forensics.rules import from_evidence
 from services.shared.memory.forensics.rules_from_signals import ROOT_GATHERED
 from services.shared.memory.forensics.scenarios import from_timelines, plan_with
 from services.shared.memory.forensics.sharding_verdict import judge_sharding
-from services.shared.memory.forensics.state_size import Needs, needs_of
+from services.shared.memory.forensics.state_size import Needs, PlannedPeaks, needs_of
 from services.shared.memory.oom_log.log_scanner import LogReading
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 from services.shared.memory.oom_log.message_parser import PrintedSize
@@ -170,7 +169,8 @@ def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
         next_measurement=next_measurement(evidence, needs, hypotheses) if undecided else None,
         remedies=propose(evidence, needs, cause, hypotheses),
         notes=_notes(evidence, needs),
-        needs=_needs_json(evidence, needs),
+        needs=needs,
+        planned=_planned_peaks(evidence),
     )
     return replace(diagnosis, summary=_summary(diagnosis))
 
@@ -300,20 +300,21 @@ def _coincidence(evidence: Evidence, needs: Needs | None) -> list[str]:
     ]
 
 
-def _needs_json(evidence: Evidence, needs: Needs | None) -> dict[str, Any]:
-    values = needs.to_json() if needs else {}
+def _planned_peaks(evidence: Evidence) -> PlannedPeaks | None:
     planned = plan_with(evidence)
     if planned is None:
-        return values
-    values["planned_peak_bytes"] = planned.peak_bytes
-    values["planned_peak_phase"] = str(planned.peak_phase)
-    values["planned_optimizer_impl"] = str(planned.recipe.optimizer_impl)
-    values["budget_bytes"] = planned.budget_bytes
-    values["planned_verdict"] = str(planned.verdict)
-    if evidence.optimizer_impl is None:
-        fused = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED)
-        values["planned_fused_peak_bytes"] = fused.peak_bytes if fused else None
-    return values
+        return None
+    assumed = evidence.optimizer_impl is None
+    fused = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED) if assumed else None
+    return PlannedPeaks(
+        peak_bytes=planned.peak_bytes,
+        peak_phase=planned.peak_phase,
+        optimizer_impl=planned.recipe.optimizer_impl,
+        budget_bytes=planned.budget_bytes,
+        verdict=planned.verdict,
+        assumes_optimizer_impl=assumed,
+        fused_peak_bytes=fused.peak_bytes if fused else None,
+    )
 
 
 def _summary(diagnosis: Diagnosis) -> str:

@@ -1,14 +1,26 @@
-"""The answer: what failed, why, whether sharding was on, and what to change."""
+"""The diagnosis of a memory failure, and its form as plain values.
+
+The field names of the `*Dict` types are a contract: the CLI prints them, `POST /diagnoses` answers
+with them, and they are stored with the job.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TypedDict
 
 from services.shared.memory.forensics.device_accounts import Accounts
-from services.shared.memory.forensics.request_matching import Candidate
-from services.shared.memory.oom_log.message_parser import Message
+from services.shared.memory.forensics.request_matching import Candidate, CandidateDict
+from services.shared.memory.forensics.state_size import (
+    Needs,
+    NeedsDict,
+    PlannedPeaks,
+    PlannedPeaksDict,
+)
+from services.shared.memory.oom_log.message_formats import Backend, MessageKind
+from services.shared.memory.oom_log.message_parser import Message, bytes_of
+from services.shared.memory.planning.plan import Verdict
 
 
 class Cause(str, Enum):
@@ -61,6 +73,24 @@ class Strength(int, Enum):
     CERTAIN = 3
 
 
+# The functional form, since `for` is a keyword of Python.
+HypothesisDict = TypedDict(
+    "HypothesisDict",
+    {
+        "cause": Cause,
+        "what": str,
+        "status": str,
+        "predicted_allocated_bytes": int | None,
+        "predicted_request_bytes": int | None,
+        "for": list[str],
+        "against": list[str],
+        "tokens_per_rank": list[int],
+        "step": int | None,
+        "where": str,
+    },
+)
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """One explanation: what it predicts for the message, what speaks for it and against it."""
@@ -76,10 +106,10 @@ class Hypothesis:
     step: int | None = None
     where: str = ""  # the moment of the prediction: step, direction, layer
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of the contract; `status` says whether it survived."""
+    def to_dict(self) -> HypothesisDict:
+        """Return the hypothesis as plain values; `status` is its strength."""
         return {
-            "cause": str(self.cause),
+            "cause": self.cause,
             "what": self.what,
             "status": self.strength.name.lower(),
             "predicted_allocated_bytes": self.predicted_allocated_bytes,
@@ -107,32 +137,120 @@ def certain(cause: Cause, what: str, *reasons: str) -> Hypothesis:
     return Hypothesis(cause, what, Strength.CERTAIN, reasons=reasons)
 
 
+RecipeChanges = dict[str, str | int | bool]  # fields of a recipe, and their new values
+
+
+class FewerRanksDict(TypedDict):
+    """What a remedy comes to on one rank less."""
+
+    ranks: int
+    predicted_peak_bytes: int
+    verdict: Verdict
+
+
+class _RequiredRemedyDict(TypedDict):
+    change: str
+    predicted_peak_bytes: int | None
+    verdict: Verdict
+    costs: str
+    changes: RecipeChanges
+
+
+class RemedyDict(_RequiredRemedyDict, total=False):
+    """A remedy as plain values; `changes` can be sent with a retry as they are."""
+
+    one_rank_less: (
+        FewerRanksDict | None
+    )  # absent where the remedy is from the plan of a job of ours
+
+
 @dataclass(frozen=True)
-class ProposedRemedy:
-    """A change, the peak it leads to per rank, whether that fits, and what it costs."""
+class FewerRanks:
+    """The peak and the verdict of a remedy on one rank less."""
+
+    ranks: int
+    predicted_peak_bytes: int
+    verdict: Verdict
+
+    def to_dict(self) -> FewerRanksDict:
+        """Return the prediction as plain values."""
+        return {
+            "ranks": self.ranks,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, the peak per rank after it, whether that fits, and what it costs."""
 
     change: str
     predicted_peak_bytes: int | None
-    verdict: str
+    verdict: Verdict
     costs: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    one_rank_less: dict[str, Any] | None = None
+    changes: RecipeChanges = field(default_factory=dict)
+    one_rank_less: FewerRanks | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of the contract."""
+    def to_dict(self) -> RemedyDict:
+        """Return the remedy as plain values."""
         return {
             "change": self.change,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "verdict": self.verdict,
             "costs": self.costs,
             "changes": self.changes,
-            "one_rank_less": self.one_rank_less,
+            "one_rank_less": self.one_rank_less.to_dict() if self.one_rank_less else None,
         }
+
+
+class MessageDict(TypedDict):
+    """The failure message as plain values; a number that was not printed is None."""
+
+    format: str
+    kind: MessageKind
+    backend: Backend
+    requested_bytes: int | None
+    total_bytes: int | None
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    reserved_unallocated_bytes: int | None
+    free_bytes: int | None
+    process_bytes: int | None
+    allowed_bytes: int | None
+    private_pools_bytes: int | None
+    active_bytes: int | None
+    other_processes_bytes: list[int]
+    outside_torch_bytes: int | None
+    device_index: int | None
+    rank: int | None
+    text: str
+
+
+class NeedsAndPeaksDict(NeedsDict, PlannedPeaksDict):
+    """What the job needs by arithmetic, and what its plan predicts; empty where neither is known."""
+
+
+class DiagnosisDict(TypedDict):
+    """A diagnosis as plain values."""
+
+    cause: Cause
+    confidence: Confidence
+    sharded: Sharded
+    sharded_evidence: list[str]
+    summary: str
+    message: MessageDict | None
+    request: list[CandidateDict]
+    hypotheses: list[HypothesisDict]
+    next_measurement: str | None
+    remedies: list[RemedyDict]
+    notes: list[str]
+    needs: NeedsAndPeaksDict
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a failure was, with its evidence."""
+    """The cause of a memory failure, with its evidence."""
 
     cause: Cause
     confidence: Confidence
@@ -144,48 +262,52 @@ class Diagnosis:
     request: tuple[Candidate, ...] = ()
     hypotheses: tuple[Hypothesis, ...] = ()
     next_measurement: str | None = None
-    remedies: tuple[ProposedRemedy, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     notes: tuple[str, ...] = ()
-    needs: dict[str, Any] = field(default_factory=dict)  # what the job needs by arithmetic
+    needs: Needs | None = None
+    planned: PlannedPeaks | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the diagnosis as plain JSON values, field names as in the contract."""
+    def to_dict(self) -> DiagnosisDict:
+        """Return the diagnosis as plain values that serialise to JSON."""
         return {
-            "cause": str(self.cause),
-            "confidence": str(self.confidence),
-            "sharded": str(self.sharded),
+            "cause": self.cause,
+            "confidence": self.confidence,
+            "sharded": self.sharded,
             "sharded_evidence": list(self.sharded_evidence),
             "summary": self.summary,
-            "message": _message_json(self.message, self.accounts),
-            "request": [candidate.to_json() for candidate in self.request],
-            "hypotheses": [hypothesis.to_json() for hypothesis in self.hypotheses],
+            "message": _message_dict(self.message, self.accounts),
+            "request": [candidate.to_dict() for candidate in self.request],
+            "hypotheses": [hypothesis.to_dict() for hypothesis in self.hypotheses],
             "next_measurement": self.next_measurement,
-            "remedies": [remedy.to_json() for remedy in self.remedies],
+            "remedies": [remedy.to_dict() for remedy in self.remedies],
             "notes": list(self.notes),
-            "needs": self.needs,
+            "needs": _needs_dict(self.needs, self.planned),
         }
 
 
-def _message_json(message: Message | None, accounts: Accounts) -> dict[str, Any] | None:
+def _needs_dict(needs: Needs | None, planned: PlannedPeaks | None) -> NeedsAndPeaksDict:
+    counted: NeedsDict = needs.to_dict() if needs else {}
+    predicted: PlannedPeaksDict = planned.to_dict() if planned else {}
+    return {**counted, **predicted}
+
+
+def _message_dict(message: Message | None, accounts: Accounts) -> MessageDict | None:
     if message is None:
         return None
-    printed = {
-        "requested_bytes": message.requested,
-        "total_bytes": message.total,
-        "allocated_bytes": message.allocated,
-        "reserved_bytes": message.reserved,
-        "reserved_unallocated_bytes": message.unallocated,
-        "free_bytes": message.free,
-        "process_bytes": message.process,
-        "allowed_bytes": message.allowed,
-        "private_pools_bytes": message.private_pools,
-        "active_bytes": message.active,
-    }
     return {
         "format": message.format_id,
-        "kind": str(message.kind),
-        "backend": str(message.backend),
-        **{name: size.size_bytes if size else None for name, size in printed.items()},
+        "kind": message.kind,
+        "backend": message.backend,
+        "requested_bytes": bytes_of(message.requested),
+        "total_bytes": bytes_of(message.total),
+        "allocated_bytes": bytes_of(message.allocated),
+        "reserved_bytes": bytes_of(message.reserved),
+        "reserved_unallocated_bytes": bytes_of(message.unallocated),
+        "free_bytes": bytes_of(message.free),
+        "process_bytes": bytes_of(message.process),
+        "allowed_bytes": bytes_of(message.allowed),
+        "private_pools_bytes": bytes_of(message.private_pools),
+        "active_bytes": bytes_of(message.active),
         "other_processes_bytes": [other.size_bytes for other in message.others],
         "outside_torch_bytes": accounts.outside_bytes,
         "device_index": message.device_index,

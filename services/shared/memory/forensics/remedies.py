@@ -6,7 +6,14 @@ from typing import Any
 
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.case_to_plan import hardware_of, recipe_of
-from services.shared.memory.forensics.diagnosis import Cause, Hypothesis, ProposedRemedy, Strength
+from services.shared.memory.forensics.diagnosis import (
+    Cause,
+    FewerRanks,
+    Hypothesis,
+    RecipeChanges,
+    Remedy,
+    Strength,
+)
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import Framework
 from services.shared.memory.forensics.scenarios import plan_with
@@ -16,7 +23,6 @@ from services.shared.memory.planning.plan import Plan, Verdict, plan
 from services.shared.memory.recipe import Engine, Offload, OptimizerImpl, Recipe, Sharding
 from services.shared.memory.sizes import format_size
 
-_UNKNOWN = str(Verdict.UNKNOWN)
 _MOST_RECIPES = 6
 # Causes that a smaller recipe cures; the others need a fault removed, not a smaller job.
 _CURED_BY_RECIPE = frozenset(
@@ -34,7 +40,7 @@ _CURED_BY_RECIPE = frozenset(
 
 def propose(
     evidence: Evidence, needs: Needs | None, cause: Cause, hypotheses: tuple[Hypothesis, ...]
-) -> tuple[ProposedRemedy, ...]:
+) -> tuple[Remedy, ...]:
     """Return what to change, the fault itself first, with the peak per rank after each change."""
     remedies = list(_faults(evidence, cause))
     if needs is not None and cause is Cause.HOST_MEMORY:
@@ -50,11 +56,11 @@ def cured_by_recipe(cause: Cause, *, device: str | None) -> bool:
     return cause in _CURED_BY_RECIPE or (cause is Cause.HOST_MEMORY and device == "cpu")
 
 
-def _unplanned(change: str, costs: str) -> ProposedRemedy:
-    return ProposedRemedy(change, None, _UNKNOWN, costs)
+def _unplanned(change: str, costs: str) -> Remedy:
+    return Remedy(change, None, Verdict.UNKNOWN, costs)
 
 
-def _faults(evidence: Evidence, cause: Cause) -> list[ProposedRemedy]:
+def _faults(evidence: Evidence, cause: Cause) -> list[Remedy]:
     if cause is Cause.NOT_SHARDED:
         return [_unsharded_fault(evidence)]
     fault = _FAULTS.get(cause)
@@ -106,12 +112,12 @@ _FAULTS: dict[Cause, tuple[str, str]] = {
 }
 
 
-def _unsharded_fault(evidence: Evidence) -> ProposedRemedy:
+def _unsharded_fault(evidence: Evidence) -> Remedy:
     planned = plan_with(evidence, engine=Engine.FSDP2, sharding=Sharding.FULL)
-    return ProposedRemedy(
+    return Remedy(
         change=_unsharded_change(evidence),
         predicted_peak_bytes=planned.peak_bytes if planned else None,
-        verdict=str(planned.verdict) if planned else _UNKNOWN,
+        verdict=planned.verdict if planned else Verdict.UNKNOWN,
         costs="none: it is what was meant to happen; layers are gathered as they are needed",
     )
 
@@ -139,7 +145,7 @@ def _unsharded_change(evidence: Evidence) -> str:
     )
 
 
-def _host(evidence: Evidence, needs: Needs) -> list[ProposedRemedy]:
+def _host(evidence: Evidence, needs: Needs) -> list[Remedy]:
     remedies = []
     if evidence.offloads and needs.host_bytes:
         remedies.append(
@@ -158,7 +164,7 @@ def _host(evidence: Evidence, needs: Needs) -> list[ProposedRemedy]:
     return remedies
 
 
-def _reduce_each(evidence: Evidence, hypotheses: tuple[Hypothesis, ...]) -> list[ProposedRemedy]:
+def _reduce_each(evidence: Evidence, hypotheses: tuple[Hypothesis, ...]) -> list[Remedy]:
     """Name the cure of whole gradients where they survived as an explanation."""
     if not any("no_sync" in h.what and h.strength is not Strength.EXCLUDED for h in hypotheses):
         return []
@@ -174,7 +180,7 @@ def _reduce_each(evidence: Evidence, hypotheses: tuple[Hypothesis, ...]) -> list
     return [_as_remedy(evidence, planned, change, "one reduction more a micro-batch", {})]
 
 
-def _recipes(evidence: Evidence) -> list[ProposedRemedy]:
+def _recipes(evidence: Evidence) -> list[Remedy]:
     base = _base_recipe(evidence)
     hardware = hardware_of(evidence)
     if base is None or hardware is None or evidence.shape is None:
@@ -200,24 +206,24 @@ def _base_recipe(evidence: Evidence) -> Recipe | None:
         return None
 
 
-def _from_alternative(evidence: Evidence, offer: Alternative) -> ProposedRemedy:
+def _from_alternative(evidence: Evidence, offer: Alternative) -> Remedy:
     return _as_remedy(evidence, offer.plan, offer.change, offer.costs, dict(offer.changes))
 
 
 def _as_remedy(
-    evidence: Evidence, planned: Plan, change: str, costs: str, changes: dict[str, Any]
-) -> ProposedRemedy:
-    return ProposedRemedy(
+    evidence: Evidence, planned: Plan, change: str, costs: str, changes: RecipeChanges
+) -> Remedy:
+    return Remedy(
         change=change,
         predicted_peak_bytes=planned.peak_bytes,
-        verdict=str(planned.verdict),
+        verdict=planned.verdict,
         costs=costs,
         changes=changes,
         one_rank_less=_one_rank_less(evidence, planned),
     )
 
 
-def _one_rank_less(evidence: Evidence, planned: Plan) -> dict[str, Any] | None:
+def _one_rank_less(evidence: Evidence, planned: Plan) -> FewerRanks | None:
     """Say what the change comes to when one card is missing, as cards are."""
     ranks = (evidence.ranks or 1) - 1
     hardware = hardware_of(evidence, ranks=ranks) if ranks >= 2 else None
@@ -227,14 +233,10 @@ def _one_rank_less(evidence: Evidence, planned: Plan) -> dict[str, Any] | None:
         fewer = plan(planned.shape, planned.recipe, hardware)
     except InvalidInput:
         return None
-    return {
-        "ranks": ranks,
-        "predicted_peak_bytes": fewer.peak_bytes,
-        "verdict": str(fewer.verdict),
-    }
+    return FewerRanks(ranks, fewer.peak_bytes, fewer.verdict)
 
 
-def _refused_offload(evidence: Evidence, base: Recipe) -> list[ProposedRemedy]:
+def _refused_offload(evidence: Evidence, base: Recipe) -> list[Remedy]:
     """Say why offloading everything is no way out where the host does not hold it."""
     planned = plan_with(evidence, **{**vars(base), "offload": Offload.ALL})
     if planned is None or planned.host_verdict is not Verdict.DOES_NOT_FIT:
@@ -246,10 +248,10 @@ def _refused_offload(evidence: Evidence, base: Recipe) -> list[ProposedRemedy]:
         "kill the ranks"
     )
     return [
-        ProposedRemedy(
+        Remedy(
             change="offload parameters, gradients and optimizer state to host memory",
             predicted_peak_bytes=planned.peak_bytes,
-            verdict=str(Verdict.DOES_NOT_FIT),
+            verdict=Verdict.DOES_NOT_FIT,
             costs=costs,
             changes={"offload": str(Offload.ALL)},
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
+from typing import TypedDict
 
 from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.oom_log.message_formats import Backend
@@ -59,6 +60,19 @@ class Role(str, Enum):
     __str__ = str.__str__
 
 
+class CandidateDict(TypedDict):
+    """A candidate as plain values."""
+
+    what: str
+    bytes: int
+    dtype: str
+    match: Match
+    role: Role
+    divided_by: int
+    tokens: int | None
+    ambiguous: bool
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A tensor that would have produced the printed request.
@@ -76,14 +90,14 @@ class Candidate:
     tokens: int | None = None
     ambiguous: bool = False
 
-    def to_json(self) -> dict[str, object]:
-        """Return the fields that the diagnosis shows."""
+    def to_dict(self) -> CandidateDict:
+        """Return the candidate as plain values."""
         return {
             "what": self.what,
             "bytes": self.size_bytes,
             "dtype": self.dtype,
-            "match": str(self.match),
-            "role": str(self.role),
+            "match": self.match,
+            "role": self.role,
             "divided_by": self.divided_by,
             "tokens": self.tokens,
             "ambiguous": self.ambiguous,

@@ -7,16 +7,31 @@ recipe is one that it models.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import Framework
-from services.shared.memory.recipe import Optimizer, Precision
+from services.shared.memory.planning.ledger import Phase
+from services.shared.memory.planning.plan import Verdict
+from services.shared.memory.recipe import Optimizer, OptimizerImpl, Precision
 
 # DeepSpeed, runtime/zero/stage3.py, estimate_zero3_model_states_mem_needs: bytes per parameter in
 # host memory with optimizer or also parameters offloaded, and the factor for its buffers.
 _ZERO3_HOST_BYTES = 18
 _ZERO3_HOST_FACTOR = 1.5
+
+
+class NeedsDict(TypedDict, total=False):
+    """The needs as plain values."""
+
+    num_parameters: int
+    bytes_per_parameter: int
+    whole_weights_bytes: int
+    whole_state_bytes: int
+    rank_state_bytes: int | None
+    sharded_weights_bytes: int | None
+    sharded_state_bytes: int | None
+    host_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -37,9 +52,59 @@ class Needs:
     sharded_state_bytes: int | None
     host_bytes: int | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the arithmetic as plain values."""
-        return dict(vars(self))
+    def to_dict(self) -> NeedsDict:
+        """Return the needs as plain values."""
+        return {
+            "num_parameters": self.num_parameters,
+            "bytes_per_parameter": self.bytes_per_parameter,
+            "whole_weights_bytes": self.whole_weights_bytes,
+            "whole_state_bytes": self.whole_state_bytes,
+            "rank_state_bytes": self.rank_state_bytes,
+            "sharded_weights_bytes": self.sharded_weights_bytes,
+            "sharded_state_bytes": self.sharded_state_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+
+class PlannedPeaksDict(TypedDict, total=False):
+    """The planned peaks as plain values; the fused one only where the optimizer is an assumption."""
+
+    planned_peak_bytes: int
+    planned_peak_phase: Phase
+    planned_optimizer_impl: OptimizerImpl
+    budget_bytes: int
+    planned_verdict: Verdict
+    planned_fused_peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class PlannedPeaks:
+    """The peak per rank that the plan of the case predicts.
+
+    `assumes_optimizer_impl` says that the case does not tell how the optimizer runs;
+    `fused_peak_bytes` is then the peak with the fused one, None where it cannot be planned.
+    """
+
+    peak_bytes: int
+    peak_phase: Phase
+    optimizer_impl: OptimizerImpl
+    budget_bytes: int
+    verdict: Verdict
+    assumes_optimizer_impl: bool
+    fused_peak_bytes: int | None = None
+
+    def to_dict(self) -> PlannedPeaksDict:
+        """Return the peaks as plain values."""
+        values: PlannedPeaksDict = {
+            "planned_peak_bytes": self.peak_bytes,
+            "planned_peak_phase": self.peak_phase,
+            "planned_optimizer_impl": self.optimizer_impl,
+            "budget_bytes": self.budget_bytes,
+            "planned_verdict": self.verdict,
+        }
+        if self.assumes_optimizer_impl:
+            values["planned_fused_peak_bytes"] = self.fused_peak_bytes
+        return values
 
 
 def needs_of(evidence: Evidence) -> Needs | None:

@@ -49,6 +49,11 @@ class PrintedSize:
         return abs(size_bytes - self.size_bytes) <= self.tolerance_bytes
 
 
+def bytes_of(size: PrintedSize | None) -> int | None:
+    """Return the bytes of a printed size, or None where it was not printed."""
+    return size.size_bytes if size else None
+
+
 @dataclass(frozen=True)
 class Message:
     """One failure message taken apart; a field that was not printed is None."""
