@@ -1,7 +1,7 @@
-"""Labels a file of texts through a running API: in windows, sorted by length, resumable.
+"""Labels a file of texts through a running API: in windows sorted by length, resumable.
 
-Every line of the input gives one line of the output, in the same order, so the number of whole lines
-in the output says where to go on. A window is written when all of it is answered.
+Every line of the input gives one line of the output, in the same order, so the number of complete lines
+in the output is the position at which to resume. A window is written once all of it has been labelled.
 """
 
 from __future__ import annotations
@@ -14,30 +14,43 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import httpx
 
-# Lines that are sorted and written together: enough to find texts of like length, few enough that
+from services.cli.responses import HeadPrediction, PredictResponse, TextPrediction
+
+# Lines that are sorted and written together: enough to group texts of similar length, few enough that
 # an interrupted run repeats only seconds of work.
 WINDOW_LINES = 512
-# One request: well within the API's limits on texts and body, and a few batches for its engine.
+# The limits of one request: well within those of the API, and a few batches for its engine.
 REQUEST_TEXTS = 64
 REQUEST_CHARACTERS = 60_000
-# Requests under way at once, so that the engine never waits for the network.
-REQUESTS_AHEAD = 4
+# Concurrent requests, so that the engine never waits for the network.
+CONCURRENT_REQUESTS = 4
 
 
 class LabellingFailed(Exception):
-    """The file cannot be labelled, or not any further; the message says what to do."""
+    """The file cannot be labelled completely; the message says what to do."""
+
+
+class OutputLine(TypedDict, total=False):
+    """A line of the output: its number, and labels or an error."""
+
+    line: int
+    heads: dict[str, HeadPrediction]
+    tokens: int
+    version: str
+    truncated: bool
+    error: str
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """What a run did."""
+class LabellingResult:
+    """The result of a run."""
 
-    lines: int  # in the output now
-    resumed_at: int  # lines that an earlier run had written
+    lines: int  # in the output
+    resumed_at: int  # number of lines written by earlier runs
     refused: int  # lines of this run that hold an error instead of labels
 
 
@@ -48,33 +61,33 @@ def label_file(
     client: httpx.Client,
     alias: str = "default",
     truncate: bool = False,
-    on_lines: Callable[[int], None] = lambda _: None,
-) -> Labelled:
-    """Write one JSON line to `target` for each line of `source`; go on where an earlier run stopped.
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> LabellingResult:
+    """Write one JSON line to `target` for each line of `source`, resuming an earlier run.
 
-    `on_lines` hears how many lines are done. Raises LabellingFailed, OSError.
+    `on_progress` receives the number of lines done. Raises LabellingFailed, OSError.
     """
     done, version = _resume(target)
-    on_lines(done)
+    on_progress(done)
     lines = itertools.islice(_read_texts(source), done, None)
     written = done
     refused = 0
-    with target.open("ab") as out, ThreadPoolExecutor(REQUESTS_AHEAD) as pool:
+    with target.open("ab") as out, ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
         while window := list(itertools.islice(lines, WINDOW_LINES)):
-            asker = _Asker(client, alias=alias, truncate=truncate)
-            answers = _label_window(window, first_line=written + 1, asker=asker, pool=pool)
+            predictor = _Predictor(client, alias=alias, truncate=truncate)
+            answers = _label_window(window, first_line=written + 1, predictor=predictor, pool=pool)
             if len(answers) > 1 and all("error" in answer for answer in answers):
-                # Not the texts but the request: an alias or a body that the API does not take.
-                raise LabellingFailed(f"Every text was refused: {answers[0]['error']}")
+                # The request itself is at fault: an unknown alias, or a body that the API rejects.
+                raise LabellingFailed(f"Every text was rejected: {answers[0]['error']}")
             for answer in answers:
-                version = _same_version(answer, version, target)
+                version = _check_version(answer, version, target)
                 refused += "error" in answer
             out.write(b"".join(json.dumps(a, ensure_ascii=False).encode() + b"\n" for a in answers))
             out.flush()
             os.fsync(out.fileno())
             written += len(window)
-            on_lines(written)
-    return Labelled(lines=written, resumed_at=done, refused=refused)
+            on_progress(written)
+    return LabellingResult(lines=written, resumed_at=done, refused=refused)
 
 
 def count_lines(path: Path) -> int:
@@ -92,15 +105,15 @@ def _read_texts(path: Path) -> Iterator[str]:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 text = json.loads(line)["text"] if as_json else line
                 if not isinstance(text, str):
-                    raise TypeError("`text` is no string")
+                    raise TypeError("`text` is not a string")
                 yield text
             except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-                wanted = "a JSON object with `text`" if as_json else "UTF-8"
-                raise LabellingFailed(f"{path}, line {number}: not {wanted} ({error})") from error
+                expected = "a JSON object with `text`" if as_json else "UTF-8"
+                raise LabellingFailed(f"{path}, line {number}: not {expected} ({error})") from error
 
 
 def _resume(target: Path) -> tuple[int, str | None]:
-    """Return the whole lines of an earlier run and the version that answered; cut a broken last line."""
+    """Return the number of complete lines and their model version; truncate an incomplete last line."""
     if not target.exists():
         return 0, None
     whole, end, version = 0, 0, None
@@ -113,7 +126,7 @@ def _resume(target: Path) -> tuple[int, str | None]:
             except (json.JSONDecodeError, AttributeError) as error:
                 raise LabellingFailed(
                     f"{target}, line {whole + 1} was not written by this command; "
-                    "name another file or remove this one"
+                    "choose another file or remove this one"
                 ) from error
             whole += 1
             end += len(line)
@@ -121,28 +134,27 @@ def _resume(target: Path) -> tuple[int, str | None]:
     return whole, version
 
 
-def _same_version(answer: dict[str, Any], version: str | None, target: Path) -> str | None:
+def _check_version(answer: OutputLine, version: str | None, target: Path) -> str | None:
     now = answer.get("version", version)
     if version is not None and now != version:
         raise LabellingFailed(
-            f"The lines of {target} so far are labelled by {version}, but {now} serves now. "
-            "Promote the former again, or remove the file to label everything anew."
+            f"The lines in {target} were labelled by {version}, but {now} is serving now. "
+            "Promote the previous model again, or remove the file to relabel everything."
         )
     return now
 
 
 def _label_window(
-    window: Sequence[str], *, first_line: int, asker: _Asker, pool: ThreadPoolExecutor
-) -> list[dict[str, Any]]:
+    window: Sequence[str], *, first_line: int, predictor: _Predictor, pool: ThreadPoolExecutor
+) -> list[OutputLine]:
     by_length = sorted(range(len(window)), key=lambda index: len(window[index]))
     groups = list(_groups(by_length, window))
-    answers: list[dict[str, Any]] = [{}] * len(window)
-    for group, found in zip(
-        groups, pool.map(lambda group: asker.ask([window[i] for i in group]), groups), strict=True
-    ):
-        for index, answer in zip(group, found, strict=True):
-            answers[index] = {"line": first_line + index, **answer}
-    return answers
+    predictions = pool.map(lambda group: predictor.predict([window[i] for i in group]), groups)
+    lines: list[OutputLine] = [{} for _ in window]
+    for group, outputs in zip(groups, predictions, strict=True):
+        for index, output in zip(group, outputs, strict=True):
+            lines[index] = {"line": first_line + index, **output}
+    return lines
 
 
 def _groups(order: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]:
@@ -159,26 +171,26 @@ def _groups(order: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]:
         yield group
 
 
-class _Asker:
-    """Asks for a few texts, waits where the API is busy, and finds the text that it refuses."""
+class _Predictor:
+    """Predicts a few texts per request, waits while the API is busy, and isolates rejected texts."""
 
     def __init__(self, client: httpx.Client, *, alias: str, truncate: bool) -> None:
         self._client = client
         self._alias = alias
         self._truncate = truncate
 
-    def ask(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+    def predict(self, texts: Sequence[str]) -> list[OutputLine]:
         response = self._post(texts)
         if response.status_code == httpx.codes.OK:
-            body = response.json()
-            return [_answer(text, body["version"]) for text in body["data"]]
+            body: PredictResponse = response.json()
+            return [_output_line(text, body["version"]) for text in body["data"]]
         if response.status_code not in (413, 422):
             raise LabellingFailed(_problem(response))
         if len(texts) == 1:
             return [{"error": _problem(response)}]
-        # One of them is refused; halves find it in few requests.
+        # At least one text is rejected: bisect to find it.
         middle = len(texts) // 2
-        return self.ask(texts[:middle]) + self.ask(texts[middle:])
+        return self.predict(texts[:middle]) + self.predict(texts[middle:])
 
     def _post(self, texts: Sequence[str]) -> httpx.Response:
         while True:
@@ -190,27 +202,29 @@ class _Asker:
                 )
             except httpx.HTTPError as error:
                 raise LabellingFailed(
-                    f"{self._client.base_url} does not answer ({error}); "
-                    "start it and run this command again: it goes on where it stopped"
+                    f"{self._client.base_url} does not respond ({error}); "
+                    "start it and run this command again to resume"
                 ) from error
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 return response
             time.sleep(float(response.headers.get("retry-after", 1)))
 
 
-def _answer(text: dict[str, Any], version: str) -> dict[str, Any]:
-    heads = {
+def _output_line(prediction: TextPrediction, version: str) -> OutputLine:
+    heads: dict[str, HeadPrediction] = {
         name: {"label": head["label"], "score": round(head["score"], 6)}
-        for name, head in text["heads"].items()
+        for name, head in prediction["heads"].items()
     }
-    answer = {"heads": heads, "tokens": text["tokens"], "version": version}
-    return {**answer, "truncated": True} if text["truncated"] else answer
+    line: OutputLine = {"heads": heads, "tokens": prediction["tokens"], "version": version}
+    if prediction["truncated"]:
+        line["truncated"] = True
+    return line
 
 
 def _problem(response: httpx.Response) -> str:
-    """Return what a problem document says, in one sentence."""
+    """Return the message of a problem document."""
     try:
         problem = response.json()
         return str(problem.get("detail") or problem["title"])
     except (ValueError, KeyError, AttributeError):
-        return f"{response.request.url} answered {response.status_code}"
+        return f"{response.request.url} returned status {response.status_code}"

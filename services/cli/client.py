@@ -1,4 +1,4 @@
-"""The API as the commands see it: JSON in, JSON out, and every refusal a sentence."""
+"""A client of the API for the commands: JSON in, JSON out, and errors as readable messages."""
 
 from __future__ import annotations
 
@@ -7,37 +7,44 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import httpx
 import typer
+from httpx_sse import SSEError, connect_sse
 from rich.console import Console
 
-TIMEOUT_SECONDS = 120.0  # an upload is validated row by row before it is answered
-_STREAM_SECONDS = 60.0  # an event stream that says nothing sends a comment every 15 s
+from services.cli.responses import ProblemResponse
 
-Url = Annotated[str, typer.Option("--url", envvar="STILLHOUSE_URL", help="Where the API listens.")]
+TIMEOUT_SECONDS = 120.0  # an upload is validated row by row before the response
+_STREAM_TIMEOUT_SECONDS = 60.0  # the server sends a comment on an idle event stream every 15 s
+_MAX_STREAM_FAILURES = 5  # in a row, without an event between them
+
+Url = Annotated[str, typer.Option("--url", envvar="STILLHOUSE_URL", help="URL of the API.")]
 ApiKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="STILLHOUSE_API_KEY", help="If it asks for one.")
+    str | None,
+    typer.Option(
+        "--api-key", envvar="STILLHOUSE_API_KEY", help="API key, if the server requires one."
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
-class Refused(Exception):
-    """What was asked was not done; the message is for a person, `problem` for a program."""
+class CommandFailed(Exception):
+    """A command could not do what was requested: a message for users, a problem document for programs."""
 
     def __init__(
-        self, message: str, *, status: int | None = None, problem: Mapping[str, Any] | None = None
+        self, message: str, *, status: int | None = None, problem: ProblemResponse | None = None
     ) -> None:
         super().__init__(message)
-        self.status = status  # of HTTP; None where nobody answered
-        self.problem = dict(problem or {})
+        self.status = status  # of HTTP; None where there was no response
+        self.problem = problem
 
 
 @dataclass(frozen=True)
 class ServerEvent:
-    """One event of a stream; `id` is empty for those that are not replayed."""
+    """An event of a stream; `id` is that of the last event that the server can replay, or empty."""
 
     type: str
     data: dict[str, Any]
@@ -45,12 +52,20 @@ class ServerEvent:
 
 
 class Client:
-    """A connection to the API, for a `with` block. Every method raises Refused."""
+    """A connection to the API, used as a context manager. Every method raises CommandFailed."""
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._url = url
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS)
+        self._http = httpx.Client(
+            base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, transport=transport
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -59,8 +74,8 @@ class Client:
         self._http.close()
 
     def get(self, path: str, *, params: Mapping[str, Any] | None = None) -> Any:
-        """Return what `path` shows; parameters that are None are left out."""
-        return self._ask("GET", path, params=params)
+        """Return the JSON document at `path`; parameters that are None are not sent."""
+        return self._request("GET", path, params=params)
 
     def post(
         self,
@@ -72,77 +87,72 @@ class Client:
         files: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Send a JSON body or a form and return the answer."""
-        return self._ask(
+        """Send a JSON body or a form and return the JSON response."""
+        return self._request(
             "POST", path, params=params, json=json, data=data, files=files, headers=headers
         )
 
     def events(self, path: str) -> Iterator[ServerEvent]:
-        """Yield the events of a stream until the server ends it, over reconnections.
+        """Yield the events of a stream until the server ends it, reconnecting where it breaks.
 
-        Each reconnection names the last event seen, so none is missed or told twice.
+        A reconnection sends the id of the last event, so that none is missed or repeated.
         """
-        last_id = ""
+        last_event_id = ""
         failures = 0
         while True:
             try:
-                for event in self._stream(path, last_id):
-                    last_id = event.id or last_id
+                for event in self._stream(path, last_event_id):
+                    last_event_id = event.id or last_event_id
                     failures = 0
                     yield event
                 return
+            except SSEError as error:
+                raise CommandFailed(f"{self._url}{path} is not an event stream: {error}") from error
             except httpx.HTTPError as error:
                 failures += 1
-                if failures > 5:
-                    raise self._silent(error) from error
+                if failures > _MAX_STREAM_FAILURES:
+                    raise self._unreachable(error) from error
 
-    def _stream(self, path: str, last_id: str) -> Iterator[ServerEvent]:
-        headers = {"Accept": "text/event-stream"}
-        if last_id:
-            headers["Last-Event-ID"] = last_id
-        with self._http.stream("GET", path, headers=headers, timeout=_STREAM_SECONDS) as response:
-            if not response.is_success:
-                response.read()
-                raise _refusal(response)
-            fields: dict[str, str] = {}
-            for line in response.iter_lines():
-                if line:
-                    name, _, value = line.partition(":")
-                    fields[name] = value.removeprefix(" ")
-                elif "data" in fields:
-                    yield ServerEvent(
-                        type=fields.get("event", "message"),
-                        data=json.loads(fields["data"]),
-                        id=fields.get("id", ""),
-                    )
-                    fields = {}
+    def _stream(self, path: str, last_event_id: str) -> Iterator[ServerEvent]:
+        headers = {"Last-Event-ID": last_event_id} if last_event_id else {}
+        with connect_sse(
+            self._http, "GET", path, headers=headers, timeout=_STREAM_TIMEOUT_SECONDS
+        ) as source:
+            if not source.response.is_success:
+                source.response.read()
+                raise _error_from(source.response)
+            for event in source.iter_sse():
+                if (
+                    event.data
+                ):  # a comment between two blank lines is decoded as an event without data
+                    yield ServerEvent(type=event.event, data=event.json(), id=event.id)
 
-    def _ask(
+    def _request(
         self, method: str, path: str, *, params: Mapping[str, Any] | None = None, **content: Any
     ) -> Any:
         given = {name: value for name, value in (params or {}).items() if value is not None}
         try:
             response = self._http.request(method, path, params=given, **content)
         except httpx.HTTPError as error:
-            raise self._silent(error) from error
+            raise self._unreachable(error) from error
         if not response.is_success:
-            raise _refusal(response)
+            raise _error_from(response)
         return response.json()
 
-    def _silent(self, error: httpx.HTTPError) -> Refused:
-        return Refused(
-            f"{self._url} does not answer ({error or type(error).__name__}). Start a platform with "
-            "`stillhouse up`, or name another with --url."
+    def _unreachable(self, error: httpx.HTTPError) -> CommandFailed:
+        return CommandFailed(
+            f"{self._url} does not respond ({error or type(error).__name__}). Start a platform with "
+            "`stillhouse up`, or select another one with --url."
         )
 
 
 @contextmanager
-def connected(url: str, api_key: str | None, *, as_json: bool = False) -> Iterator[Client]:
-    """Yield a client; a refusal ends the command with its sentence and exit code 1."""
+def open_client(url: str, api_key: str | None, *, as_json: bool = False) -> Iterator[Client]:
+    """Yield a client; a failure prints its message and ends the command with exit code 1."""
     try:
         with Client(url, api_key=api_key) as client:
             yield client
-    except Refused as error:
+    except CommandFailed as error:
         if as_json and error.problem:
             print_json(error.problem)
         Console(stderr=True).print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -154,22 +164,23 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
-def _refusal(response: httpx.Response) -> Refused:
+def _error_from(response: httpx.Response) -> CommandFailed:
     try:
-        problem = response.json()
+        body = response.json()
     except ValueError:
-        problem = None
-    if not isinstance(problem, dict):
-        return Refused(
-            f"{response.url} answered {response.status_code}: {response.text[:200]}",
+        body = None
+    if not isinstance(body, dict):
+        return CommandFailed(
+            f"{response.url} returned status {response.status_code}: {response.text[:200]}",
             status=response.status_code,
         )
-    return Refused(_sentence(problem), status=response.status_code, problem=problem)
+    problem = cast(ProblemResponse, body)
+    return CommandFailed(_format_problem(problem), status=response.status_code, problem=problem)
 
 
-def _sentence(problem: Mapping[str, Any]) -> str:
-    """Return a problem document as sentences: what, where, and what would help."""
-    lines = [str(problem.get("detail") or problem.get("title") or "The request was refused.")]
+def _format_problem(problem: ProblemResponse) -> str:
+    """Return a problem document as text: what failed, in which fields or lines, and what would fit."""
+    lines = [str(problem.get("detail") or problem.get("title") or "The request was rejected.")]
     for error in problem.get("errors") or []:
         lines.append(f"  {error.get('field')}: {error.get('message')}")
     for fault in problem.get("faults") or []:
@@ -178,6 +189,6 @@ def _sentence(problem: Mapping[str, Any]) -> str:
     plan = problem.get("plan") or {}
     fitting = [a for a in plan.get("alternatives") or [] if a.get("verdict") != "does_not_fit"]
     if fitting:
-        lines.append("These would fit:")
+        lines.append("These alternatives would fit:")
         lines += [f"  {a['change']} (costs: {a.get('costs') or 'nothing'})" for a in fitting[:5]]
     return "\n".join(lines)

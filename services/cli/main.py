@@ -1,4 +1,4 @@
-"""`stillhouse`: joins the commands."""
+"""The `stillhouse` command: assembles its subcommands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     name="stillhouse",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
-    help="Turn a large language model into a small text classifier, and tell the truth about memory.",
+    help="Distil a large language model into a small text classifier, with exact memory plans.",
 )
 app.command()(up.up)
 app.command()(demo.demo)

@@ -1,18 +1,20 @@
-"""The commands that talk to the API, against a real one."""
+"""The commands that use the API, against a real one."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from services.cli.main import app
 
-BACKBONE = {
+Run = Callable[..., Result]
+
+BACKBONE: dict[str, Any] = {
     "config": {
         "model_type": "qwen3",
         "hidden_size": 64,
@@ -27,7 +29,7 @@ BACKBONE = {
 
 
 @pytest.fixture
-def stillhouse(api_url: str) -> Any:
+def stillhouse(api_url: str) -> Run:
     """Run the command line against the API; the result's exit code is asserted by the caller."""
 
     def run(*arguments: str, stdin: str | None = None) -> Result:
@@ -49,7 +51,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def dataset(stillhouse: Any, reviews: Path) -> dict[str, Any]:
+def dataset(stillhouse: Run, reviews: Path) -> dict[str, Any]:
     added = stillhouse(
         *("datasets", "add", str(reviews), "--name", "moods", "--json"),
         *("--head", "mood", "--head", "subject:multi_label=topic"),
@@ -70,7 +72,7 @@ def spec(dataset: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _submit(stillhouse: Any, spec: dict[str, Any], *options: str) -> dict[str, Any]:
+def _submit(stillhouse: Run, spec: dict[str, Any], *options: str) -> dict[str, Any]:
     done = stillhouse("jobs", "submit", "-", "--json", *options, stdin=json.dumps(spec))
     assert done.exit_code == 0, done.output
     job: dict[str, Any] = json.loads(done.stdout)
@@ -82,14 +84,14 @@ def test_a_dataset_is_added_with_the_heads_that_were_named(dataset: dict[str, An
     assert heads == {"mood": ("single_label", ["a", "b"]), "subject": ("multi_label", ["x", "y"])}
 
 
-def test_datasets_are_listed_and_shown(stillhouse: Any, dataset: dict[str, Any]) -> None:
+def test_datasets_are_listed_and_shown(stillhouse: Run, dataset: dict[str, Any]) -> None:
     assert dataset["id"] in stillhouse("datasets", "list").output
     shown = stillhouse("datasets", "show", dataset["id"])
     assert "single_label: a 20, b 20" in shown.output
     assert json.loads(stillhouse("datasets", "show", dataset["id"], "--json").stdout) == dataset
 
 
-def test_the_faults_of_a_file_are_named_by_line(stillhouse: Any, tmp_path: Path) -> None:
+def test_the_faults_of_a_file_are_reported_by_line(stillhouse: Run, tmp_path: Path) -> None:
     path = tmp_path / "faulty.jsonl"
     path.write_text('{"text": "", "mood": "a"}\n{"text": "t", "mood": 3.5}\n')
     done = stillhouse("datasets", "add", str(path), "--head", "mood")
@@ -98,29 +100,31 @@ def test_the_faults_of_a_file_are_named_by_line(stillhouse: Any, tmp_path: Path)
     assert "line 2: " in done.stderr
 
 
-def test_a_file_that_is_not_there_is_named(stillhouse: Any, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(stillhouse: Run, tmp_path: Path) -> None:
     done = stillhouse("datasets", "add", str(tmp_path / "none.jsonl"))
     assert done.exit_code == 1
-    assert "none.jsonl cannot be read" in done.stderr
+    assert "none.jsonl: No such file" in done.stderr
 
 
-def test_a_job_is_submitted_and_shown(stillhouse: Any, spec: dict[str, Any]) -> None:
+def test_a_job_is_submitted_and_shown(stillhouse: Run, spec: dict[str, Any]) -> None:
     job = _submit(stillhouse, spec)
     assert job["state"] == "queued"
     shown = stillhouse("jobs", "show", job["id"])
     assert job["id"] in shown.output
-    assert "a rank, fits" in shown.output
+    assert "per rank, fits" in shown.output
     assert json.loads(stillhouse("jobs", "show", job["id"], "--json").stdout) == job
 
 
-def test_the_same_key_gives_the_same_job(stillhouse: Any, spec: dict[str, Any]) -> None:
+def test_the_same_idempotency_key_returns_the_same_job(
+    stillhouse: Run, spec: dict[str, Any]
+) -> None:
     first, second = (
         _submit(stillhouse, spec, "--idempotency-key", spec["dataset_id"]) for _ in range(2)
     )
     assert first["id"] == second["id"]
 
 
-def test_a_spec_is_read_from_a_file(stillhouse: Any, spec: dict[str, Any], tmp_path: Path) -> None:
+def test_a_spec_is_read_from_a_file(stillhouse: Run, spec: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "spec.json"
     path.write_text(json.dumps(spec))
     done = stillhouse("jobs", "submit", str(path))
@@ -128,8 +132,8 @@ def test_a_spec_is_read_from_a_file(stillhouse: Any, spec: dict[str, Any], tmp_p
     assert "queued" in done.output
 
 
-def test_a_chain_is_submitted_and_its_second_job_named(
-    stillhouse: Any, spec: dict[str, Any], tmp_path: Path
+def test_a_chain_is_submitted_and_shows_its_distillation(
+    stillhouse: Run, spec: dict[str, Any], tmp_path: Path
 ) -> None:
     del spec["kind"]
     path = tmp_path / "chain.json"
@@ -144,14 +148,14 @@ def test_a_chain_is_submitted_and_its_second_job_named(
     assert teacher["id"] in stillhouse("jobs", "show", child).output
 
 
-def test_jobs_are_listed_by_state(stillhouse: Any, spec: dict[str, Any]) -> None:
+def test_jobs_are_listed_by_state(stillhouse: Run, spec: dict[str, Any]) -> None:
     job = _submit(stillhouse, spec)
     assert job["id"] in stillhouse("jobs", "list", "--state", "queued", "--limit", "500").output
     assert job["id"] not in stillhouse("jobs", "list", "--state", "running").output
 
 
 def test_a_cancelled_job_can_be_watched_and_retried_with_changes(
-    stillhouse: Any, spec: dict[str, Any]
+    stillhouse: Run, spec: dict[str, Any]
 ) -> None:
     job = _submit(stillhouse, spec)
     cancelled = stillhouse("jobs", "cancel", job["id"], "--json")
@@ -167,7 +171,9 @@ def test_a_cancelled_job_can_be_watched_and_retried_with_changes(
     assert again["spec"]["training"]["epochs"] == 2
 
 
-def test_watching_for_people_ends_with_the_job(stillhouse: Any, spec: dict[str, Any]) -> None:
+def test_watching_with_a_progress_bar_ends_with_the_job(
+    stillhouse: Run, spec: dict[str, Any]
+) -> None:
     job = _submit(stillhouse, spec)
     stillhouse("jobs", "cancel", job["id"])
     watched = stillhouse("jobs", "watch", job["id"])
@@ -175,7 +181,7 @@ def test_watching_for_people_ends_with_the_job(stillhouse: Any, spec: dict[str, 
     assert "cancelled" in watched.output
 
 
-REFUSALS = [
+FAILURES = [
     (["jobs", "show", "job_nowhere"], "There is no job 'job_nowhere'."),
     (["models", "show", "mdl_nowhere"], "There is no model 'mdl_nowhere'."),
     (["models", "promote", "mdl_nowhere"], "There is no model 'mdl_nowhere'."),
@@ -184,18 +190,18 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), REFUSALS)
-def test_a_refusal_is_a_sentence_and_exit_code_1(
-    stillhouse: Any, arguments: list[str], sentence: str
+@pytest.mark.parametrize(("arguments", "message"), FAILURES)
+def test_a_failure_is_a_message_and_exit_code_1(
+    stillhouse: Run, arguments: list[str], message: str
 ) -> None:
     done = stillhouse(*arguments)
     assert done.exit_code == 1
-    assert sentence in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.output
 
 
-def test_a_wrong_field_is_named_and_the_problem_is_there_for_machines(
-    stillhouse: Any, spec: dict[str, Any]
+def test_an_invalid_field_is_named_and_json_output_is_the_problem_document(
+    stillhouse: Run, spec: dict[str, Any]
 ) -> None:
     spec["training"] = {"epochs": -1}
     done = stillhouse("jobs", "submit", "-", "--json", stdin=json.dumps(spec))
@@ -204,7 +210,9 @@ def test_a_wrong_field_is_named_and_the_problem_is_there_for_machines(
     assert json.loads(done.stdout)["status"] == 422
 
 
-def test_a_job_that_cannot_fit_is_told_what_would(stillhouse: Any, spec: dict[str, Any]) -> None:
+def test_a_job_that_cannot_fit_is_reported_with_alternatives(
+    stillhouse: Run, spec: dict[str, Any]
+) -> None:
     big = {**BACKBONE["config"], "hidden_size": 4096, "num_hidden_layers": 32, "head_dim": 128}
     big |= {"intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8}
     spec["model"] = BACKBONE | {"config": big}
@@ -212,28 +220,28 @@ def test_a_job_that_cannot_fit_is_told_what_would(stillhouse: Any, spec: dict[st
     spec["resources"] = {"ranks": 2, "device": "a100-40"}
     done = stillhouse("jobs", "submit", "-", stdin=json.dumps(spec))
     assert done.exit_code == 1
-    assert "These would fit:" in done.stderr
+    assert "These alternatives would fit:" in done.stderr
 
 
-def test_what_is_no_json_is_refused_before_it_is_sent(stillhouse: Any) -> None:
+def test_invalid_json_is_rejected_before_it_is_sent(stillhouse: Run) -> None:
     done = stillhouse("jobs", "submit", "-", stdin="{kind: teacher}")
     assert done.exit_code == 1
-    assert "is not JSON" in done.stderr
+    assert "is not valid JSON" in done.stderr
 
 
-def test_a_change_without_a_value_is_refused(stillhouse: Any) -> None:
+def test_a_change_without_a_value_is_rejected(stillhouse: Run) -> None:
     done = stillhouse("jobs", "retry", "job_1", "--change", "optimizer")
     assert done.exit_code == 2
     assert "name=value" in done.stderr
 
 
-def test_models_are_listed_even_when_there_are_none(stillhouse: Any) -> None:
+def test_an_empty_list_of_models_is_shown(stillhouse: Run) -> None:
     assert json.loads(stillhouse("models", "list", "--json").stdout)["items"] == []
     assert stillhouse("models", "list").exit_code == 0
 
 
-def test_an_api_that_is_not_there_is_named_with_what_starts_it() -> None:
+def test_an_unreachable_api_is_reported_with_how_to_start_it() -> None:
     done = CliRunner().invoke(app, ["jobs", "list", "--url", "http://127.0.0.1:1"])
     assert done.exit_code == 1
-    assert "http://127.0.0.1:1 does not answer" in done.stderr
+    assert "http://127.0.0.1:1 does not respond" in done.stderr
     assert "stillhouse up" in done.stderr

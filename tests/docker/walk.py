@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from docker import write_env
-from services.cli.client import Client, Refused
+from services.cli.client import Client, CommandFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = "stillhouse-walk"
@@ -206,7 +206,7 @@ class Walk:
             for path in ("/jobs", "/models", "/datasets"):
                 try:
                     stranger.get(path)
-                except Refused as refused:
+                except CommandFailed as refused:
                     expect(refused.status == 401, f"{path} without a key: {refused.status}")
                 else:
                     raise AssertionError(f"{path} answers without a key")
@@ -274,7 +274,7 @@ class Walk:
         while True:
             try:
                 return ask()
-            except Refused as refused:
+            except CommandFailed as refused:
                 # 503 says that the database is away; without a status nobody answered.
                 if refused.status not in (None, 503) or time.monotonic() > deadline:
                     raise

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Refused, Url, connected, print_json
+from services.cli.client import (
+    DEFAULT_URL,
+    ApiKey,
+    AsJson,
+    CommandFailed,
+    Url,
+    open_client,
+    print_json,
+)
+from services.cli.responses import DatasetResponse
 
-app = typer.Typer(no_args_is_help=True, help="Upload labelled text and look at it.")
+app = typer.Typer(no_args_is_help=True, help="Upload and inspect labelled text.")
 
 
 @app.command()
@@ -24,32 +33,35 @@ def add(
             "--head", help="A label column: NAME, NAME=COLUMN, or NAME:multi_label; repeatable."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The file's name if left out.")] = None,
-    text_column: Annotated[str, typer.Option("--text-column")] = "text",
+    name: Annotated[str | None, typer.Option("--name", help="Defaults to the file's name.")] = None,
+    text_column: Annotated[
+        str, typer.Option("--text-column", help="The column that holds the text.")
+    ] = "text",
     labels_column: Annotated[
         str, typer.Option("--labels-column", help="A column that maps head names to labels.")
     ] = "labels",
     format: Annotated[
-        str | None, typer.Option("--format", help="jsonl, csv or parquet; the ending if left out.")
+        str | None,
+        typer.Option("--format", help="jsonl, csv or parquet; defaults to the file's suffix."),
     ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Upload a dataset; every row is checked, and faults are named by line."""
+    """Upload a dataset; every row is validated, and faults are reported by line."""
     form = {
-        "heads": json.dumps([_head(text) for text in head or []]),
+        "heads": json.dumps([_parse_head(text) for text in head or []]),
         "text_column": text_column,
         "labels_column": labels_column,
         **({} if name is None else {"name": name}),
         **({} if format is None else {"format": format}),
     }
-    with connected(url, api_key, as_json=as_json) as client:
+    with open_client(url, api_key, as_json=as_json) as client:
         try:
             with file.open("rb") as content:
                 dataset = client.post("/datasets", data=form, files={"file": (file.name, content)})
         except OSError as error:
-            raise Refused(f"{file} cannot be read: {error.strerror}") from error
+            raise CommandFailed(f"Cannot read {file}: {error.strerror}") from error
     _show(dataset, as_json=as_json)
 
 
@@ -57,14 +69,14 @@ def add(
 def list_datasets(
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
     cursor: Annotated[
-        str | None, typer.Option("--cursor", help="The next_cursor of the page before.")
+        str | None, typer.Option("--cursor", help="The next_cursor of the previous page.")
     ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """List datasets, the newest first."""
-    with connected(url, api_key, as_json=as_json) as client:
+    """List datasets, newest first."""
+    with open_client(url, api_key, as_json=as_json) as client:
         page = client.get("/datasets", params={"limit": limit, "cursor": cursor})
     if as_json:
         print_json(page)
@@ -81,18 +93,18 @@ def list_datasets(
 
 @app.command()
 def show(
-    dataset_id: Annotated[str, typer.Argument(help="For example ds_01kb6ztn8e0wq4v7.")],
+    dataset_id: Annotated[str, typer.Argument(help="A dataset's id, such as ds_01kb6ztn8e0wq4v7.")],
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Show a dataset: heads and labels, rows of each split, warnings."""
-    with connected(url, api_key, as_json=as_json) as client:
+    """Show a dataset: its heads and labels, rows per split, and warnings."""
+    with open_client(url, api_key, as_json=as_json) as client:
         _show(client.get(f"/datasets/{dataset_id}"), as_json=as_json)
 
 
-def _head(text: str) -> dict[str, str]:
-    """Read NAME[:TYPE][=COLUMN]."""
+def _parse_head(text: str) -> dict[str, str]:
+    """Parse NAME[:TYPE][=COLUMN]."""
     declared, _, column = text.partition("=")
     name, _, type_ = declared.partition(":")
     head = {"name": name}
@@ -103,7 +115,7 @@ def _head(text: str) -> dict[str, str]:
     return head
 
 
-def _show(dataset: dict[str, Any], *, as_json: bool) -> None:
+def _show(dataset: DatasetResponse, *, as_json: bool) -> None:
     if as_json:
         print_json(dataset)
         return

@@ -1,7 +1,7 @@
-"""`stillhouse demo`: the whole path on real reviews, through HTTP, on this machine.
+"""`stillhouse demo`: the whole pipeline on real reviews, over HTTP, on this machine.
 
-A dataset is uploaded, a teacher trained on two ranks, a student distilled from it while the teacher
-job is still running, promoted, and asked one question.
+Uploads a dataset, trains a teacher on two ranks, queues a distillation while the teacher is still
+training, promotes the student and classifies one text.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from services.cli.client import Client, Refused
+from services.cli.client import Client, CommandFailed
 from services.cli.demo_data import HEADS, ReviewsMissing, write_reviews
+from services.cli.responses import JobResponse, ModelResponse
 
-QUESTION = "房间很干净，服务员也热情，下次还住这里。"
+EXAMPLE_TEXT = "房间很干净，服务员也热情，下次还住这里。"
 POLL_SECONDS = 0.5
 
-# Small enough for two processor cores and five minutes, large enough to be a real Qwen3: grouped
-# queries, q/k norm, gated MLP. The learning rate suits training from scratch, not fine-tuning.
+# Small enough for two CPU cores and five minutes, yet a complete Qwen3: grouped-query attention,
+# q/k norm, gated MLP. The learning rate suits training from scratch, not fine-tuning.
 _TEACHER = {
     "model_type": "qwen3",
     "hidden_size": 192,
@@ -57,30 +58,56 @@ _TRAINING = {
 }
 
 
+class HeadScores(TypedDict):
+    """The scores of one head on held-out reviews."""
+
+    accuracy: float
+    macro_f1: float
+
+
+class ModelResult(TypedDict):
+    """The quality and the size of one model."""
+
+    heads: dict[str, HeadScores]
+    parameters: int
+    size_bytes: int
+
+
+class DemoResult(TypedDict):
+    """What the demo prints, and writes with `--json`."""
+
+    teacher: ModelResult
+    student: ModelResult
+    student_over_teacher: float
+    predict: Any  # the response of `POST /predict`
+    job_seconds: dict[str, float]
+    seconds: float
+
+
 def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the result as JSON to this file.")
     ] = None,
     data_dir: Annotated[
-        Path, typer.Option("--data-dir", help="Where the embedded platform keeps its data.")
+        Path, typer.Option("--data-dir", help="The data directory of the embedded platform.")
     ] = Path(".stillhouse/demo"),
     url: Annotated[
         str | None, typer.Option("--url", help="Use a running platform instead of an embedded one.")
     ] = None,
 ) -> None:
-    """Run the whole path on real reviews: dataset, teacher, student, promotion, prediction."""
+    """Run the whole pipeline on real reviews: dataset, teacher, student, promotion, prediction."""
     console = Console()
     started = time.monotonic()
     try:
         with _platform(url, data_dir=data_dir) as address, Client(address) as client:
             console.print(f"Platform at {address}")
-            result = _walk(client, console=console)
-    except (ReviewsMissing, Refused) as error:
+            result = _run_pipeline(client, console=console)
+    except (ReviewsMissing, CommandFailed) as error:
         console.print(f"[red]demo:[/red] {error}")
         raise typer.Exit(1) from error
     result["seconds"] = round(time.monotonic() - started, 1)
     console.print(_table(result))
-    console.print(f"POST /predict {QUESTION}")
+    console.print(f"POST /predict {EXAMPLE_TEXT}")
     console.print_json(data=result["predict"])
     if json_file is not None:
         json_file.write_text(json.dumps(result, ensure_ascii=False, indent=2) + "\n", "utf-8")
@@ -88,7 +115,7 @@ def demo(
 
 @contextmanager
 def _platform(url: str | None, *, data_dir: Path) -> Iterator[str]:
-    """Yield the address of a platform: the given one, or an embedded one that ends with us."""
+    """Yield the URL of a platform: the given one, or an embedded one that is stopped afterwards."""
     if url is not None:
         yield url
         return
@@ -100,7 +127,7 @@ def _platform(url: str | None, *, data_dir: Path) -> Iterator[str]:
         try:
             while not ready.exists():
                 if up.poll() is not None:
-                    raise Refused("the embedded platform did not start; its own words are above")
+                    raise CommandFailed("the embedded platform did not start; its output is above")
                 time.sleep(POLL_SECONDS)
             yield json.loads(ready.read_text())["url"]
         finally:
@@ -108,7 +135,7 @@ def _platform(url: str | None, *, data_dir: Path) -> Iterator[str]:
             up.wait()
 
 
-def _walk(client: Client, *, console: Console) -> dict[str, Any]:
+def _run_pipeline(client: Client, *, console: Console) -> DemoResult:
     with tempfile.TemporaryDirectory() as scratch:
         reviews = Path(scratch) / "reviews.jsonl"
         write_reviews(reviews)
@@ -120,15 +147,16 @@ def _walk(client: Client, *, console: Console) -> dict[str, Any]:
             )
     console.print(f"Dataset {dataset['id']}: {dataset['rows']}")
     teacher = client.post("/jobs", json=_teacher_spec(dataset["id"]))
-    # The student's job is sent while the teacher is still in training: it waits for it.
+    # Submitted while the teacher is still training: the distillation waits for it.
     student = client.post("/jobs", json=_student_spec(dataset["id"], teacher["id"]))
     jobs = {"teacher": teacher["id"], "student": student["id"]}
     ended = {part: _watch(client, part, job, console=console) for part, job in jobs.items()}
-    models = {part: client.get(f"/models/{job['model_id']}") for part, job in ended.items()}
+    models: dict[str, ModelResponse] = {
+        part: client.get(f"/models/{job['model_id']}") for part, job in ended.items()
+    }
     client.post(f"/models/{models['student']['id']}/promote", json={})
     console.print(f"Promoted {models['student']['id']}")
-    answer = _predict(client)
-    return _result(models, ended=ended, answer=answer)
+    return _result(models, ended=ended, prediction=_predict(client))
 
 
 def _teacher_spec(dataset_id: str) -> dict[str, Any]:
@@ -156,8 +184,8 @@ def _student_spec(dataset_id: str, teacher_job_id: str) -> dict[str, Any]:
     }
 
 
-def _watch(client: Client, part: str, job_id: str, *, console: Console) -> dict[str, Any]:
-    """Show a job's progress until it ends; return it. Raises Refused where it did not succeed."""
+def _watch(client: Client, part: str, job_id: str, *, console: Console) -> JobResponse:
+    """Show a job's progress until it ends, and return it; raises CommandFailed unless it succeeds."""
     columns = (
         TextColumn("{task.description:<9}"),
         TextColumn("{task.fields[phase]:<11}"),
@@ -169,7 +197,7 @@ def _watch(client: Client, part: str, job_id: str, *, console: Console) -> dict[
     with Progress(*columns, console=console) as bars:
         bar = bars.add_task(part, total=1, phase="waiting", loss="")
         while True:
-            job: dict[str, Any] = client.get(f"/jobs/{job_id}")
+            job: JobResponse = client.get(f"/jobs/{job_id}")
             progress = job["progress"] or {}
             loss = progress.get("loss")
             bars.update(
@@ -183,67 +211,72 @@ def _watch(client: Client, part: str, job_id: str, *, console: Console) -> dict[
                 break
             time.sleep(POLL_SECONDS)
     if job["state"] != "succeeded":
-        raise Refused(f"the {part} job {job_id} {job['state']} ({job['reason']}): {job['message']}")
+        raise CommandFailed(
+            f"the {part} job {job_id} {job['state']} ({job['reason']}): {job['message']}"
+        )
     return job
 
 
 def _predict(client: Client) -> Any:
-    """Ask the promoted student; it is loaded in the background, so the first answers may be 503."""
+    """Classify a text with the promoted student, which may not be loaded yet (status 503)."""
     for _ in range(60):
         try:
-            return client.post("/predict", json={"inputs": QUESTION})
-        except Refused as error:
+            return client.post("/predict", json={"inputs": EXAMPLE_TEXT})
+        except CommandFailed as error:
             if error.status != 503:
                 raise
         time.sleep(POLL_SECONDS)
-    raise Refused("the promoted student was not loaded within 30 seconds")
+    raise CommandFailed("the promoted student was not loaded within 30 seconds")
 
 
-def _result(models: dict[str, Any], *, ended: dict[str, Any], answer: Any) -> dict[str, Any]:
-    def part(name: str) -> dict[str, Any]:
-        model = models[name]
-        return {
-            "heads": {
-                head: {"accuracy": values["accuracy"], "macro_f1": values["macro_f1"]}
-                for head, values in model["metrics"]["heads"].items()
-            },
-            "parameters": model["parameters"],
-            "size_bytes": model["size_bytes"],
-        }
-
-    teacher, student = part("teacher"), part("student")
-    accuracies = [side["heads"]["sentiment"]["accuracy"] for side in (student, teacher)]
+def _result(
+    models: dict[str, ModelResponse], *, ended: dict[str, JobResponse], prediction: Any
+) -> DemoResult:
+    teacher, student = _model_result(models["teacher"]), _model_result(models["student"])
+    ratio = student["heads"]["sentiment"]["accuracy"] / teacher["heads"]["sentiment"]["accuracy"]
     return {
         "teacher": teacher,
         "student": student,
-        "student_over_teacher": round(accuracies[0] / accuracies[1], 4),
-        "predict": answer,
+        "student_over_teacher": round(ratio, 4),
+        "predict": prediction,
         "job_seconds": {name: _seconds(job) for name, job in ended.items()},
+        "seconds": 0.0,
     }
 
 
-def _seconds(job: dict[str, Any]) -> float:
-    start, end = (_moment(job[key]) for key in ("started_at", "ended_at"))
-    return round(end - start, 1)
+def _model_result(model: ModelResponse) -> ModelResult:
+    heads = (model["metrics"] or {}).get("heads") or {}
+    return {
+        "heads": {
+            head: {"accuracy": metrics["accuracy"], "macro_f1": metrics["macro_f1"]}
+            for head, metrics in heads.items()
+        },
+        "parameters": model["parameters"],
+        "size_bytes": model["size_bytes"],
+    }
 
 
-def _moment(text: str) -> float:
+def _seconds(job: JobResponse) -> float:
+    return round(_timestamp(job["ended_at"]) - _timestamp(job["started_at"]), 1)
+
+
+def _timestamp(text: str) -> float:
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _table(result: DemoResult) -> Table:
     table = Table(title="Held-out reviews")
     for column in ("", "head", "accuracy", "macro-F1", "parameters", "MB", "job seconds"):
         table.add_column(column, justify="left" if column in ("", "head") else "right")
-    for name in ("teacher", "student"):
-        for head, values in result[name]["heads"].items():
+    for name, model in (("teacher", result["teacher"]), ("student", result["student"])):
+        for head, scores in model["heads"].items():
             table.add_row(
                 name,
                 head,
-                f"{values['accuracy']:.3f}",
-                f"{values['macro_f1']:.3f}",
-                f"{result[name]['parameters']:,}",
-                f"{result[name]['size_bytes'] / 1e6:.1f}",
+                f"{scores['accuracy']:.3f}",
+                f"{scores['macro_f1']:.3f}",
+                f"{model['parameters']:,}",
+                f"{model['size_bytes'] / 1e6:.1f}",
                 f"{result['job_seconds'][name]:.0f}",
             )
     table.caption = f"student / teacher accuracy on sentiment: {result['student_over_teacher']:.3f}"

@@ -1,4 +1,4 @@
-"""`stillhouse doctor`: what works on this machine, what does not, and what to do about it."""
+"""`stillhouse doctor`: checks what works on this machine, and says how to fix what does not."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def doctor(
     with_torch: Annotated[
         bool, typer.Option("--torch/--no-torch", help="Also run the checks that need torch.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Check this machine: versions, devices, attention, collectives; exit code 1 if one fails."""
+    """Check versions, devices, attention and collectives; exit with code 1 if a check fails."""
     machine = Machine.here()
     console = Console(stderr=as_json, highlight=False)
     with console.status("Examining this machine ..."):
@@ -35,22 +35,22 @@ def doctor(
     if as_json:
         print_json(document)
     else:
-        _print(console, findings)
+        _print_findings(console, findings)
         for name, value in measured.items():
             console.print(f"measured  {name}: {value}", markup=False)
     if not document["healthy"]:
         raise typer.Exit(1)
 
 
-def _print(console: Console, findings: list[Finding]) -> None:
+def _print_findings(console: Console, findings: list[Finding]) -> None:
     table = Table(box=None, padding=(0, 1), show_header=False)
     for finding in findings:
-        text = _plain(finding.detail)
+        text = _escape(finding.detail)
         if finding.remedy:
-            text += f"\n[bold]->[/bold] {_plain(finding.remedy)}"
-        table.add_row(_MARKS[finding.status], _plain(finding.name), text)
+            text += f"\n[bold]->[/bold] {_escape(finding.remedy)}"
+        table.add_row(_MARKS[finding.status], _escape(finding.name), text)
     console.print(table)
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("[", r"\[")

@@ -17,56 +17,64 @@ from services.cli.client import (
     ApiKey,
     AsJson,
     Client,
-    Refused,
+    CommandFailed,
     Url,
-    connected,
+    open_client,
     print_json,
 )
+from services.cli.responses import DiagnosisResponse, JobResponse, PlanResponse, ProgressResponse
 from services.shared.memory.sizes import format_size
 
 app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and retry jobs.")
 
-JobId = Annotated[str, typer.Argument(help="For example job_01kb6ztn8e0wq4v7.")]
-_ENDED = ("succeeded", "failed", "cancelled")
+JobId = Annotated[str, typer.Argument(help="A job's id, such as job_01kb6ztn8e0wq4v7.")]
+_TERMINAL = ("succeeded", "failed", "cancelled")
 
 
 @app.command()
 def submit(
-    spec: Annotated[Path, typer.Argument(help="A job or a chain as JSON; - reads standard input.")],
+    spec: Annotated[
+        Path, typer.Argument(help="A job or chain spec as JSON; - reads standard input.")
+    ],
     idempotency_key: Annotated[
         str | None,
-        typer.Option("--idempotency-key", help="The same key and spec give the same job again."),
+        typer.Option(
+            "--idempotency-key",
+            help="Repeating a request with the same key and spec returns the same job.",
+        ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Stay and show its progress.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the job until it ends.")] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Plan a job (or a teacher and its distillation) and queue it, or say what would fit."""
-    with connected(url, api_key, as_json=as_json) as client:
+    """Plan and queue a job, or a teacher with its distillation; if it cannot fit, show what would."""
+    with open_client(url, api_key, as_json=as_json) as client:
         headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
         job = client.post("/jobs", json=_read_json(spec), headers=headers)
         if not watch:
             _show(job, as_json=as_json)
             return
-        for job_id in (job["id"], *job["child_job_ids"]):  # of a chain: the distillation
+        for job_id in (job["id"], *job["child_job_ids"]):  # the distillation of a chain
             _watch(client, job_id, as_json=as_json)
 
 
 @app.command("list")
 def list_jobs(
     state: Annotated[str | None, typer.Option("--state", help="Only jobs in this state.")] = None,
-    kind: Annotated[str | None, typer.Option("--kind", help="Only teacher or distill.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="Only jobs of this kind: teacher or distill.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
     cursor: Annotated[
-        str | None, typer.Option("--cursor", help="The next_cursor of the page before.")
+        str | None, typer.Option("--cursor", help="The next_cursor of the previous page.")
     ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """List jobs, the newest first."""
-    with connected(url, api_key, as_json=as_json) as client:
+    """List jobs, newest first."""
+    with open_client(url, api_key, as_json=as_json) as client:
         params = {"state": state, "kind": kind, "limit": limit, "cursor": cursor}
         page = client.get("/jobs", params=params)
     if as_json:
@@ -87,8 +95,8 @@ def list_jobs(
 def show(
     job_id: JobId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
 ) -> None:
-    """Show a job: state, metrics, planned and measured memory, diagnosis."""
-    with connected(url, api_key, as_json=as_json) as client:
+    """Show a job: its state, metrics, planned and measured memory, and diagnosis."""
+    with open_client(url, api_key, as_json=as_json) as client:
         _show(client.get(f"/jobs/{job_id}"), as_json=as_json)
 
 
@@ -96,8 +104,8 @@ def show(
 def watch(
     job_id: JobId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
 ) -> None:
-    """Follow a job until it ends; exit code 1 unless it succeeds."""
-    with connected(url, api_key, as_json=as_json) as client:
+    """Follow a job until it ends; exit with code 1 unless it succeeds."""
+    with open_client(url, api_key, as_json=as_json) as client:
         _watch(client, job_id, as_json=as_json)
 
 
@@ -105,8 +113,8 @@ def watch(
 def cancel(
     job_id: JobId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
 ) -> None:
-    """Stop a job; a running one saves a checkpoint first."""
-    with connected(url, api_key, as_json=as_json) as client:
+    """Cancel a job; a running job saves a checkpoint first."""
+    with open_client(url, api_key, as_json=as_json) as client:
         _show(client.post(f"/jobs/{job_id}/cancel"), as_json=as_json)
 
 
@@ -115,23 +123,28 @@ def retry(
     job_id: JobId,
     change: Annotated[
         list[str] | None,
-        typer.Option("--change", help="A field of the recipe: optimizer=adafactor; repeatable."),
+        typer.Option(
+            "--change",
+            help="A field of the recipe to change, such as optimizer=adafactor; repeatable.",
+        ),
     ] = None,
     training: Annotated[
         list[str] | None,
-        typer.Option("--training", help="A field of the training: epochs=2; repeatable."),
+        typer.Option(
+            "--training", help="A training field to change, such as epochs=2; repeatable."
+        ),
     ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Repeat a failed or cancelled job from its last checkpoint, changed or not."""
+    """Retry a failed or cancelled job from its last checkpoint, optionally with changes."""
     try:
-        given = {"changes": _assignments(change), "training": _assignments(training)}
+        given = {"changes": parse_assignments(change), "training": parse_assignments(training)}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     body = {name: values for name, values in given.items() if values}
-    with connected(url, api_key, as_json=as_json) as client:
+    with open_client(url, api_key, as_json=as_json) as client:
         _show(client.post(f"/jobs/{job_id}/retry", json=body), as_json=as_json)
 
 
@@ -140,13 +153,13 @@ def _read_json(path: Path) -> Any:
         text = sys.stdin.read() if str(path) == "-" else path.read_text("utf-8")
         return json.loads(text)
     except OSError as error:
-        raise Refused(f"{path} cannot be read: {error.strerror}") from error
+        raise CommandFailed(f"Cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise Refused(f"{path} is not JSON: {error}") from error
+        raise CommandFailed(f"{path} is not valid JSON: {error}") from error
 
 
-def _assignments(texts: list[str] | None) -> dict[str, Any]:
-    """Read `name=value`, the value as JSON where it is JSON. Raises ValueError."""
+def parse_assignments(texts: list[str] | None) -> dict[str, Any]:
+    """Parse `name=value`; a value that is not JSON is a string. Raises ValueError."""
     values: dict[str, Any] = {}
     for text in texts or []:
         name, sign, value = text.partition("=")
@@ -159,7 +172,7 @@ def _assignments(texts: list[str] | None) -> dict[str, Any]:
     return values
 
 
-def _show(job: dict[str, Any], *, as_json: bool) -> None:
+def _show(job: JobResponse, *, as_json: bool) -> None:
     if as_json:
         print_json(job)
         return
@@ -170,7 +183,7 @@ def _show(job: dict[str, Any], *, as_json: bool) -> None:
         ("job", f"{job['id']} {job['name'] or ''}"),
         ("kind", job["kind"]),
         ("state", f"{job['state']}{reason}"),
-        ("phase", None if job["state"] in _ENDED else job["phase"]),
+        ("phase", None if job["state"] in _TERMINAL else job["phase"]),
         ("message", job["message"]),
         ("model", job["model_id"]),
         ("waits for", job["parent_job_id"] if job["state"] == "waiting" else None),
@@ -182,23 +195,26 @@ def _show(job: dict[str, Any], *, as_json: bool) -> None:
             f"{name} {metrics[name]:.4f}" for name in ("accuracy", "macro_f1") if name in metrics
         )
         rows.append((f"head {head}", ", ".join(scores)))
-    rows += _memory_rows(job)
+    rows += memory_rows(job)
     for name, value in rows:
         if value:
             table.add_row(name, value)
     console.print(table)
 
 
-def _memory_rows(job: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """Return planned next to measured memory, and what a diagnosis says."""
-    plan, diagnosis = job["plan"] or {}, job["diagnosis"] or {}
+def memory_rows(job: JobResponse) -> list[tuple[str, str | None]]:
+    """Return the planned and measured memory, and the diagnosis, as table rows."""
+    plan: PlanResponse = job["plan"] or {}
+    diagnosis: DiagnosisResponse = job["diagnosis"] or {}
     rows: list[tuple[str, str | None]] = []
     if "peak_bytes" in plan:
-        rows.append(("planned", f"{format_size(plan['peak_bytes'])} a rank, {plan.get('verdict')}"))
+        rows.append(
+            ("planned", f"{format_size(plan['peak_bytes'])} per rank, {plan.get('verdict')}")
+        )
     peaks = {rank: max(phases.values()) for rank, phases in (job["measured"] or {}).items()}
     if peaks:
         worst = max(peaks, key=lambda rank: peaks[rank])
-        rows.append(("measured", f"{format_size(peaks[worst])} on rank {worst}, the highest"))
+        rows.append(("measured", f"{format_size(peaks[worst])} on rank {worst}, the maximum"))
     if diagnosis:
         rows.append(("diagnosis", f"{diagnosis.get('cause')} ({diagnosis.get('confidence')})"))
         for remedy in (diagnosis.get("remedies") or [])[:3]:
@@ -212,15 +228,15 @@ def _watch(client: Client, job_id: str, *, as_json: bool) -> None:
             line = {"event": event.type, **event.data}
             sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
             sys.stdout.flush()
-        job = client.get(f"/jobs/{job_id}")
+        job: JobResponse = client.get(f"/jobs/{job_id}")
     else:
-        job = _watch_with_a_bar(client, job_id)
+        job = _watch_with_progress_bar(client, job_id)
         _show(job, as_json=False)
     if job["state"] != "succeeded":
         raise typer.Exit(1)
 
 
-def _watch_with_a_bar(client: Client, job_id: str) -> dict[str, Any]:
+def _watch_with_progress_bar(client: Client, job_id: str) -> JobResponse:
     columns = (
         TextColumn("{task.description:<11}"),
         BarColumn(),
@@ -238,7 +254,7 @@ def _watch_with_a_bar(client: Client, job_id: str) -> dict[str, Any]:
                 elif event.type == "state":
                     bars.update(bar, description=details["state"])
                 elif event.type == "progress":
-                    progress = event.data["progress"]
+                    progress: ProgressResponse = event.data["progress"]
                     loss = progress.get("loss")
                     bars.update(
                         bar,
@@ -247,7 +263,7 @@ def _watch_with_a_bar(client: Client, job_id: str) -> dict[str, Any]:
                         total=progress.get("total_steps") or 1,
                         loss="" if loss is None else f"loss {loss:.3f}",
                     )
-            # The server ends a stream after a while, too.
-            job: dict[str, Any] = client.get(f"/jobs/{job_id}")
-            if job["state"] in _ENDED:
+            # The server also ends a stream after a while, before the job has ended.
+            job: JobResponse = client.get(f"/jobs/{job_id}")
+            if job["state"] in _TERMINAL:
                 return job

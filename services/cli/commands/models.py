@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Url, connected, print_json
+from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Url, open_client, print_json
+from services.cli.responses import ModelResponse
 
-app = typer.Typer(no_args_is_help=True, help="See trained models and promote a student.")
+app = typer.Typer(no_args_is_help=True, help="Inspect trained models and promote a student.")
 
-ModelId = Annotated[str, typer.Argument(help="A model's id, or its job's.")]
+ModelId = Annotated[str, typer.Argument(help="The id of a model or of its job.")]
 
 
 @app.command("list")
 def list_models(
-    kind: Annotated[str | None, typer.Option("--kind", help="Only teacher or distill.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="Only models of this kind: teacher or distill.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
     cursor: Annotated[
-        str | None, typer.Option("--cursor", help="The next_cursor of the page before.")
+        str | None, typer.Option("--cursor", help="The next_cursor of the previous page.")
     ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """List models, the newest first."""
-    with connected(url, api_key, as_json=as_json) as client:
+    """List models, newest first."""
+    with open_client(url, api_key, as_json=as_json) as client:
         page = client.get("/models", params={"kind": kind, "limit": limit, "cursor": cursor})
     if as_json:
         print_json(page)
@@ -48,9 +51,9 @@ def list_models(
 def show(
     model_id: ModelId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
 ) -> None:
-    """Show a model: heads, metrics, gate, and where it came from."""
-    with connected(url, api_key, as_json=as_json) as client:
-        model = client.get(f"/models/{model_id}")
+    """Show a model: its size, metrics, gate and lineage."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        model: ModelResponse = client.get(f"/models/{model_id}")
     if as_json:
         print_json(model)
         return
@@ -69,26 +72,33 @@ def show(
 @app.command()
 def promote(
     model_id: ModelId,
-    alias: Annotated[str, typer.Option("--alias", help="Which name shall serve it.")] = "default",
+    alias: Annotated[
+        str, typer.Option("--alias", help="The alias that will serve the model.")
+    ] = "default",
     force: Annotated[
-        bool, typer.Option("--force", help="Although it did not pass its gate; needs --reason.")
+        bool,
+        typer.Option(
+            "--force", help="Promote a model that did not pass its gate; requires --reason."
+        ),
     ] = False,
-    reason: Annotated[str | None, typer.Option("--reason", help="Kept with the promotion.")] = None,
+    reason: Annotated[
+        str | None, typer.Option("--reason", help="Stored with the promotion.")
+    ] = None,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Let the API serve this model from now on; to roll back, promote the former one."""
+    """Serve this model from now on; to roll back, promote the previous one."""
     body = {"alias": alias, "force": force, "reason": reason}
-    with connected(url, api_key, as_json=as_json) as client:
+    with open_client(url, api_key, as_json=as_json) as client:
         promotion = client.post(f"/models/{model_id}/promote", json=body)
     if as_json:
         print_json(promotion)
         return
-    Console(highlight=False).print(f"{promotion['alias']} serves {promotion['model_id']} now.")
+    Console(highlight=False).print(f"{promotion['alias']} now serves {promotion['model_id']}.")
 
 
-def _scores(model: dict[str, Any]) -> str:
+def _scores(model: ModelResponse) -> str:
     heads = (model["metrics"] or {}).get("heads") or {}
     return ", ".join(
         f"{head} {metrics['macro_f1']:.4f}"
@@ -97,7 +107,7 @@ def _scores(model: dict[str, Any]) -> str:
     )
 
 
-def _gate(model: dict[str, Any]) -> str:
+def _gate(model: ModelResponse) -> str:
     gate = model["gate"]
     if gate is None:
         return "none"

@@ -1,10 +1,10 @@
-"""`stillhouse predict`: ask the promoted student about a few texts, or label a whole file."""
+"""`stillhouse predict`: classifies a few texts with the promoted student, or labels a whole file."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import typer
@@ -19,9 +19,10 @@ from services.cli.client import (
     ApiKey,
     AsJson,
     Url,
-    connected,
+    open_client,
     print_json,
 )
+from services.cli.responses import PredictResponse
 
 
 def predict(
@@ -29,46 +30,54 @@ def predict(
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", help="Label every line of this file (one text a line, or JSONL with `text`)."
+            "--file", help="Label every line of this file: one text per line, or JSONL with `text`."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="JSONL written for --file; an unfinished one is continued."),
+        typer.Option(
+            "--out", help="The JSONL file to write for --file; an incomplete one is continued."
+        ),
     ] = None,
-    alias: Annotated[str, typer.Option("--alias", help="Which promoted student.")] = "default",
+    alias: Annotated[
+        str, typer.Option("--alias", help="The alias that serves the student.")
+    ] = "default",
     truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut texts that are longer than the model reads.")
+        bool,
+        typer.Option("--truncate", help="Truncate texts that are longer than the model's maximum."),
     ] = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Classify texts with the promoted student, or label a whole file."""
+    """Classify texts with the promoted student, or label a file."""
     if bool(texts) == (file is not None) or (file is None) != (out is None):
         raise typer.BadParameter("give texts, or --file with --out")
     if file is not None and out is not None:
-        _label(file, out, url, api_key, alias=alias, truncate=truncate, as_json=as_json)
+        _label_file(file, out, url, api_key, alias=alias, truncate=truncate, as_json=as_json)
         return
     body = {"inputs": texts, "truncate": truncate, "detail": True}
-    with connected(url, api_key, as_json=as_json) as client:
-        answer = client.post("/predict", params={"alias": alias}, json=body)
+    with open_client(url, api_key, as_json=as_json) as client:
+        response: PredictResponse = client.post("/predict", params={"alias": alias}, json=body)
     if as_json:
-        print_json(answer)
+        print_json(response)
     else:
-        _print(answer, texts or [])
+        _print_table(response, texts or [])
 
 
-def _print(answer: dict[str, Any], texts: list[str]) -> None:
-    heads = list(answer["data"][0]["heads"])
-    table = Table("text", *heads, caption=f"{answer['model']} {answer['version']}")
-    for text, found in zip(texts, answer["data"], strict=True):
-        cells = (f"{found['heads'][h]['label']} {found['heads'][h]['score']:.3f}" for h in heads)
+def _print_table(response: PredictResponse, texts: list[str]) -> None:
+    heads = list(response["data"][0]["heads"])
+    table = Table("text", *heads, caption=f"{response['model']} {response['version']}")
+    for text, prediction in zip(texts, response["data"], strict=True):
+        cells = (
+            f"{prediction['heads'][h]['label']} {prediction['heads'][h]['score']:.3f}"
+            for h in heads
+        )
         table.add_row(text if len(text) <= 60 else text[:59] + "…", *cells)
     Console().print(table)
 
 
-def _label(
+def _label_file(
     file: Path,
     out: Path,
     url: str,
@@ -96,7 +105,7 @@ def _label(
                 client=client,
                 alias=alias,
                 truncate=truncate,
-                on_lines=lambda lines: bar.update(task, completed=lines),
+                on_progress=lambda lines: bar.update(task, completed=lines),
             )
     except (LabellingFailed, OSError) as error:
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -104,6 +113,6 @@ def _label(
     if as_json:
         print_json({"out": str(out), **dataclasses.asdict(result)})
         return
-    went_on = f", continued at line {result.resumed_at + 1}" if result.resumed_at else ""
-    refused = f"; {result.refused} hold an error instead" if result.refused else ""
-    Console().print(f"{out}: {result.lines} lines labelled{went_on}{refused}.", highlight=False)
+    resumed = f", continued at line {result.resumed_at + 1}" if result.resumed_at else ""
+    refused = f"; {result.refused} were rejected and hold an error" if result.refused else ""
+    Console().print(f"{out}: {result.lines} lines labelled{resumed}{refused}.", highlight=False)

@@ -1,4 +1,4 @@
-"""`stillhouse predict` as it is typed, against a small server that answers like the API."""
+"""`stillhouse predict` against a small server that imitates the API."""
 
 import json
 import threading
@@ -49,14 +49,14 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def test_texts_are_answered_in_a_table(url: str) -> None:
+def test_predictions_are_shown_in_a_table(url: str) -> None:
     done = runner.invoke(app, ["predict", "nice room", "--url", url])
     assert done.exit_code == 0, done.output
     assert "nice room" in done.output
     assert "good 0.750" in done.output
 
 
-def test_json_is_the_apis_own_answer(url: str) -> None:
+def test_json_output_is_the_response_of_the_api(url: str) -> None:
     done = runner.invoke(app, ["predict", "a", "b", "--url", url, "--json"])
     assert json.loads(done.stdout)["version"] == "mdl_1"
 
@@ -78,17 +78,17 @@ def test_a_file_is_labelled_line_by_line(url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments", [[], ["text", "--file", "x", "--out", "y"], ["--file", "x"], ["a", "--out", "y"]]
 )
-def test_texts_and_files_are_not_mixed(arguments: list[str]) -> None:
+def test_texts_and_files_cannot_be_combined(arguments: list[str]) -> None:
     assert runner.invoke(app, ["predict", *arguments]).exit_code == 2
 
 
-def test_a_refusal_is_one_sentence(url: str) -> None:
+def test_a_failure_is_reported_in_one_sentence(url: str) -> None:
     done = runner.invoke(app, ["predict", "a", "--alias", "other", "--url", url])
     assert done.exit_code == 1
     assert "No student serves the alias." in done.output
 
 
-def test_a_missing_file_is_one_sentence(url: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_in_one_sentence(url: str, tmp_path: Path) -> None:
     missing = str(tmp_path / "none.txt")
     done = runner.invoke(app, ["predict", "--file", missing, "--out", "o.jsonl", "--url", url])
     assert done.exit_code == 1

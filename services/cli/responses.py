@@ -1,0 +1,159 @@
+"""The fields of the API's JSON responses that the commands read; responses may hold more."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+
+class HeadResponse(TypedDict):
+    """A head of a dataset."""
+
+    name: str
+    type: str
+    labels: list[str]
+
+
+class DatasetResponse(TypedDict):
+    """`GET /datasets/{dataset_id}`."""
+
+    id: str
+    name: str
+    heads: list[HeadResponse]
+    rows: dict[str, int]
+    label_counts: dict[str, dict[str, int]]
+    warnings: list[str]
+    created_at: str
+
+
+class ProgressResponse(TypedDict, total=False):
+    """The latest progress of a running job."""
+
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+
+
+class MetricsResponse(TypedDict, total=False):
+    """An evaluation: the metrics of each head by name."""
+
+    heads: dict[str, dict[str, Any]]
+
+
+class AlternativeResponse(TypedDict, total=False):
+    """A change of a plan, or a remedy of a diagnosis."""
+
+    change: str
+    verdict: str
+    costs: str
+
+
+class PlanResponse(TypedDict, total=False):
+    """The memory plan of a job."""
+
+    peak_bytes: int
+    verdict: str
+    alternatives: list[AlternativeResponse]
+
+
+class DiagnosisResponse(TypedDict, total=False):
+    """The diagnosis of an out-of-memory failure."""
+
+    cause: str
+    confidence: str
+    remedies: list[AlternativeResponse]
+
+
+class JobResponse(TypedDict):
+    """`GET /jobs/{job_id}`."""
+
+    id: str
+    kind: str
+    name: str | None
+    state: str
+    reason: str | None
+    message: str | None
+    phase: str | None
+    progress: ProgressResponse | None
+    metrics: MetricsResponse | None
+    plan: PlanResponse | None
+    measured: dict[str, dict[str, int]] | None
+    diagnosis: DiagnosisResponse | None
+    attempt: int
+    model_id: str | None
+    parent_job_id: str | None
+    child_job_ids: list[str]
+    created_at: str
+    started_at: str
+    ended_at: str
+
+
+class GateResponse(TypedDict, total=False):
+    """Whether a model passed its gate."""
+
+    passed: bool
+
+
+class ModelResponse(TypedDict):
+    """`GET /models/{model_id}`."""
+
+    id: str
+    name: str | None
+    kind: str
+    job_id: str
+    dataset_id: str
+    teacher_model_id: str | None
+    parameters: int
+    size_bytes: int
+    path: str
+    metrics: MetricsResponse | None
+    gate: GateResponse | None
+
+
+class HeadPrediction(TypedDict):
+    """The best label of a text for one head."""
+
+    label: str
+    score: float
+
+
+class TextPrediction(TypedDict):
+    """What `POST /predict` with `detail` answers for one text."""
+
+    heads: dict[str, HeadPrediction]
+    tokens: int
+    truncated: bool
+
+
+class PredictResponse(TypedDict):
+    """`POST /predict` with `detail`."""
+
+    model: str
+    version: str
+    data: list[TextPrediction]
+
+
+class FieldError(TypedDict, total=False):
+    """An invalid field of a request."""
+
+    field: str
+    message: str
+
+
+class UploadFault(TypedDict, total=False):
+    """A fault of an uploaded dataset."""
+
+    line: int | None
+    field: str | None
+    message: str
+
+
+class ProblemResponse(TypedDict, total=False):
+    """An RFC 9457 problem document."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    errors: list[FieldError]
+    faults: list[UploadFault]
+    plan: PlanResponse
