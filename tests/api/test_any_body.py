@@ -95,7 +95,7 @@ def mutated(draw: st.DrawFn, bodies: list[Any]) -> Any:
     return replaced(body, path, draw(ANYTHING))
 
 
-def assert_told(response: Any) -> None:
+def assert_valid_response(response: Any) -> None:
     assert response.status_code < 500, response.text
     if response.status_code >= 400:
         assert response.headers["content-type"] == "application/problem+json"
@@ -128,36 +128,36 @@ def client(desk: Any, one_head: Any) -> Any:
 @ONE_APP
 @given(body=mutated(SPECS))
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
-def test_any_spec_is_taken_or_refused(client: Any, path: str, body: Any) -> None:
+def test_any_spec_is_accepted_or_rejected(client: Any, path: str, body: Any) -> None:
     if isinstance(body, dict):
         job = body["teacher"] if body.get("kind") == "chain" else body
         if isinstance(job, dict):
             job.setdefault("dataset_id", client.dataset_id)
-    assert_told(post(client, path, body))
+    assert_valid_response(post(client, path, body))
 
 
 @ONE_APP
 @given(body=mutated([{"inputs": ["a"], "heads": ["sentiment"], "top_k": 1, "truncate": False}]))
 def test_any_predict_request_is_answered(client: Any, body: Any) -> None:
-    assert_told(post(client, "/predict", body))
+    assert_valid_response(post(client, "/predict", body))
 
 
 @ONE_APP
 @given(body=mutated([{"input": ["a"], "model": "reviews", "truncate_prompt_tokens": -1}]))
 def test_any_classify_request_is_answered(client: Any, body: Any) -> None:
-    assert_told(post(client, "/v1/classify", body))
+    assert_valid_response(post(client, "/v1/classify", body))
 
 
 @ONE_APP
 @given(body=mutated([{"alias": "default", "force": True, "reason": "why"}]))
 def test_any_promotion_is_answered(client: Any, body: Any) -> None:
-    assert_told(post(client, f"/models/{client.model_id}/promote", body))
+    assert_valid_response(post(client, f"/models/{client.model_id}/promote", body))
 
 
 @ONE_APP
 @given(body=mutated([{"changes": {"optimizer": "sgd"}, "training": {"epochs": 1}}]))
 def test_any_retry_is_answered(client: Any, body: Any) -> None:
-    assert_told(post(client, f"/jobs/{client.job_id}/retry", body))
+    assert_valid_response(post(client, f"/jobs/{client.job_id}/retry", body))
 
 
 @ONE_APP
@@ -167,7 +167,7 @@ def test_any_retry_is_answered(client: Any, body: Any) -> None:
     path=st.sampled_from(["/jobs", "/predict", "/datasets", "/jobs/plan", "/v1/classify"]),
 )
 def test_any_bytes_are_answered(client: Any, body: bytes, media_type: str, path: str) -> None:
-    assert_told(client.post(path, content=body, headers={"content-type": media_type}))
+    assert_valid_response(client.post(path, content=body, headers={"content-type": media_type}))
 
 
 CASE = {
@@ -187,8 +187,8 @@ CASE = {
 
 @ONE_APP
 @given(body=mutated([CASE]))
-def test_any_case_is_diagnosed_or_refused(client: Any, body: Any) -> None:
-    assert_told(post(client, "/diagnoses", body))
+def test_any_case_is_diagnosed_or_rejected(client: Any, body: Any) -> None:
+    assert_valid_response(post(client, "/diagnoses", body))
 
 
 JSONL_ROW = {"text": "a", "sentiment": "good", "labels": {"sentiment": "x"}}
@@ -202,13 +202,13 @@ JSONL_ROW = {"text": "a", "sentiment": "good", "labels": {"sentiment": "x"}}
     text_column=st.text(max_size=3) | st.just("text"),
     heads=ANYTHING | st.just([{"name": "sentiment"}]) | mutated([[{"name": "a", "column": "b"}]]),
 )
-def test_any_upload_is_stored_or_refused(
+def test_any_upload_is_stored_or_rejected(
     client: Any, content: bytes, format: str, text_column: str, heads: Any
 ) -> None:
     form = {"format": format, "text_column": text_column, "heads": json.dumps(heads)}
     data = {name: value.encode("utf-8", "surrogatepass") for name, value in form.items()}
     response = client.post("/datasets", files={"file": ("f", content)}, data=data)
-    assert_told(response)
+    assert_valid_response(response)
 
 
 @ONE_APP
@@ -216,7 +216,7 @@ def test_any_upload_is_stored_or_refused(
     path=st.sampled_from(["/jobs/{}", "/models/{}", "/datasets/{}", "/jobs/{}/logs"]),
     id=st.text(min_size=1),
 )
-def test_any_id_is_known_or_not(client: Any, path: str, id: str) -> None:
+def test_any_unknown_id_is_not_found(client: Any, path: str, id: str) -> None:
     quoted = "".join(f"%{byte:02X}" for byte in id.encode("utf-8", "surrogatepass"))
     assert client.get(path.format(quoted)).status_code in (404, 405)
 
@@ -231,4 +231,4 @@ def test_any_id_is_known_or_not(client: Any, path: str, id: str) -> None:
 )
 def test_any_query_is_answered(client: Any, path: str, query: dict[str, str]) -> None:
     clean = {k: v.encode("utf-8", "replace").decode() for k, v in query.items()}
-    assert_told(client.get(path, params=clean))
+    assert_valid_response(client.get(path, params=clean))

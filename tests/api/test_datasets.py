@@ -70,7 +70,7 @@ def test_csv_with_a_bom_and_parquet_are_read_too(client: Any) -> None:
         assert (response.status_code, response.json()["name"]) == (201, "a")
 
 
-def test_columns_and_fractions_are_the_callers_choice(client: Any) -> None:
+def test_columns_and_fractions_are_configurable(client: Any) -> None:
     records = [{"t": row["text"], "s": row["sentiment"]} for row in rows(200)]
     response = upload(
         client,
@@ -86,7 +86,7 @@ def test_unlabelled_text_needs_no_heads(client: Any) -> None:
     assert upload(client, jsonl(rows()), heads="[]").json()["heads"] == []
 
 
-def test_faults_are_named_by_line_and_nothing_is_stored(client: Any, platform: Any) -> None:
+def test_errors_name_their_line_and_nothing_is_stored(client: Any, platform: Any) -> None:
     records = rows()
     records[2]["text"] = " "
     records[5]["sentiment"] = 3  # type: ignore[assignment]
@@ -114,20 +114,22 @@ def test_faults_are_named_by_line_and_nothing_is_stored(client: Any, platform: A
         ({"surprise": "x"}, "surprise"),
     ],
 )
-def test_a_wrong_field_is_named(client: Any, fields: dict[str, str], named: str) -> None:
+def test_an_invalid_field_is_named(client: Any, fields: dict[str, str], named: str) -> None:
     response = upload(client, jsonl(rows()), **fields)
     assert response.status_code == 422
     assert response.json()["errors"][0]["field"] == named
 
 
-def test_an_unknown_ending_needs_a_format(client: Any) -> None:
+def test_an_unknown_extension_needs_a_format(client: Any) -> None:
     response = upload(client, jsonl(rows()), filename="reviews.txt")
     assert (response.status_code, response.json()["errors"][0]["field"]) == (422, "file")
     assert upload(client, jsonl(rows()), filename="reviews.txt", format="jsonl").status_code == 201
 
 
 @pytest.mark.parametrize("filename", ["../../etc/passwd.jsonl", "a/b.jsonl", "页.jsonl"])
-def test_a_files_name_leads_nowhere(client: Any, platform: Any, filename: str) -> None:
+def test_a_file_name_cannot_escape_the_data_directory(
+    client: Any, platform: Any, filename: str
+) -> None:
     response = upload(client, jsonl(rows()), filename=filename)
     assert response.status_code == 201
     assert left_over(platform) == [platform.settings.dataset_dir(response.json()["id"])]
@@ -151,12 +153,12 @@ def test_a_broken_multipart_body_is_malformed(client: Any) -> None:
     assert response.headers["content-type"] == "application/problem+json"
 
 
-def test_two_files_are_one_too_many(client: Any) -> None:
+def test_a_second_file_is_rejected(client: Any) -> None:
     files = [("file", ("a.jsonl", b"{}")), ("file", ("b.jsonl", b"{}"))]
     assert client.post("/datasets", files=files).status_code == 400
 
 
-def test_an_upload_over_the_limit_is_refused_while_it_streams(platform: Any) -> None:
+def test_an_upload_over_the_limit_is_rejected_while_it_streams(platform: Any) -> None:
     more = {"upload_limit_bytes": 1000}
     platform.settings = type(platform.settings)(**{**platform.settings.model_dump(), **more})
     response = upload(platform.client(), jsonl(rows(200)))
@@ -175,7 +177,7 @@ def test_a_dataset_that_cannot_be_registered_leaves_no_files(
     assert left_over(platform) == []
 
 
-def test_a_full_disk_says_so(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -25,9 +25,7 @@ def document(offline: Any) -> dict[str, Any]:
     return document
 
 
-def test_every_route_is_in_the_docs_and_the_other_way_round(
-    text: str, document: dict[str, Any]
-) -> None:
+def test_docs_list_exactly_the_existing_routes(text: str, document: dict[str, Any]) -> None:
     routes = {
         f"{method.upper()} {path}"
         for path, operations in document["paths"].items()
@@ -37,14 +35,14 @@ def test_every_route_is_in_the_docs_and_the_other_way_round(
     assert set(re.findall(r"`((?:GET|POST) /[^` ]*)`", table)) == routes
 
 
-def test_every_problem_is_in_the_docs_with_its_status(text: str) -> None:
+def test_docs_list_every_problem_with_its_status(text: str) -> None:
     told = re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", text, re.MULTILINE)
     assert {slug: int(status) for slug, status in told} == {
         slug: status for slug, (status, _) in PROBLEM_TYPES.items()
     }
 
 
-def test_every_scope_is_in_the_docs(text: str) -> None:
+def test_docs_list_every_scope(text: str) -> None:
     assert {f"`{scope}`" for scope in Scope} <= set(re.findall(r"`[a-z]+`", text))
 
 
@@ -62,7 +60,7 @@ def test_every_operation_documents_its_problems_and_has_a_name(document: dict[st
     assert len(set(names)) == len(names)
 
 
-def test_every_reference_of_the_document_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_of_the_document_resolves(document: dict[str, Any]) -> None:
     def references(value: Any) -> set[str]:
         if isinstance(value, list):
             return set().union(*map(references, value))
@@ -75,7 +73,7 @@ def test_every_reference_of_the_document_leads_somewhere(document: dict[str, Any
     assert references(document) <= known
 
 
-def test_a_server_without_keys_asks_for_none(document: dict[str, Any]) -> None:
+def test_a_server_without_keys_documents_no_security(document: dict[str, Any]) -> None:
     assert "securitySchemes" not in document["components"]
     assert not any(
         "security" in operation

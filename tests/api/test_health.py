@@ -19,12 +19,12 @@ def away() -> None:
     raise Unavailable("away")
 
 
-def test_the_process_lives_whatever_its_parts_do(offline: Any) -> None:
+def test_liveness_checks_no_dependency(offline: Any) -> None:
     offline.probes = {"database": away}
     assert offline.client().get("/livez").json() == {"status": "ok"}
 
 
-def test_ready_names_each_part(offline: Any) -> None:
+def test_readiness_names_each_dependency(offline: Any) -> None:
     offline.probes = {"database": lambda: None, "broker": lambda: None}
     body = offline.client().get("/readyz").json()
     assert {name: part["ok"] for name, part in body["parts"].items()} == {
@@ -33,7 +33,7 @@ def test_ready_names_each_part(offline: Any) -> None:
     }
 
 
-def test_not_ready_is_a_problem_that_names_the_silent_part(offline: Any) -> None:
+def test_not_ready_is_a_problem_that_names_the_failed_dependency(offline: Any) -> None:
     offline.probes = {"database": lambda: None, "broker": away}
     response = offline.client().get("/readyz")
     assert response.status_code == 503
@@ -43,7 +43,9 @@ def test_not_ready_is_a_problem_that_names_the_silent_part(offline: Any) -> None
     assert response.json()["parts"]["database"]["ok"] is True
 
 
-def test_health_tells_what_serves_though_a_part_is_away(offline: Any, two_heads: Any) -> None:
+def test_health_lists_served_models_while_a_dependency_is_down(
+    offline: Any, two_heads: Any
+) -> None:
     offline.probes = {"broker": away}
     offline.predictor.students["default"] = two_heads
     response = offline.client().get("/health")
@@ -53,7 +55,7 @@ def test_health_tells_what_serves_though_a_part_is_away(offline: Any, two_heads:
     assert body["models"]["default"]["heads"] == ["sentiment", "domain"]
 
 
-def test_metrics_have_one_prefix_and_know_routes_not_paths(offline: Any, one_head: Any) -> None:
+def test_metrics_have_one_prefix_and_label_routes_not_paths(offline: Any, one_head: Any) -> None:
     offline.predictor.students["default"] = one_head
     client = offline.client()
     client.get("/jobs/job_1")
@@ -69,7 +71,7 @@ def test_metrics_have_one_prefix_and_know_routes_not_paths(offline: Any, one_hea
     assert "job_1" not in text
 
 
-def test_every_answer_carries_the_same_headers(offline: Any) -> None:
+def test_every_response_carries_the_same_headers(offline: Any) -> None:
     client = offline.client()
     for path in ("/livez", "/nothing", "/jobs/job_1"):
         headers = client.get(path).headers
@@ -87,7 +89,7 @@ def test_the_application_is_imported_without_torch(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_metrics_say_how_far_the_plans_of_finished_jobs_were_off(desk: Any) -> None:
+def test_metrics_report_the_plan_error_of_finished_jobs(desk: Any) -> None:
     for measured in (8, 14):
         claim = desk.running()
         outcome = Outcome(
@@ -104,7 +106,7 @@ def test_metrics_say_how_far_the_plans_of_finished_jobs_were_off(desk: Any) -> N
     assert 'stillhouse_plan_error_jobs{device="cpu",phase="forward"} 2.0' in text
 
 
-def test_metrics_are_there_while_the_database_is_away(offline: Any) -> None:
+def test_metrics_are_served_while_the_database_is_unreachable(offline: Any) -> None:
     response = offline.client().get("/metrics")
     assert response.status_code == 200
     assert "stillhouse_plan_error" not in response.text

@@ -21,7 +21,7 @@ except ValueError:
 """
 
 
-def test_our_events_and_those_of_libraries_have_one_shape_and_no_values() -> None:
+def test_our_events_and_those_of_libraries_have_one_format_and_no_local_variables() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60
     )

@@ -41,7 +41,7 @@ def client(settings: ApiSettings) -> Iterator[TestClient]:
         yield client
 
 
-def test_every_part_answers(client: TestClient) -> None:
+def test_every_dependency_responds(client: TestClient) -> None:
     parts = client.get("/readyz").json()["parts"]
     assert {name: part["ok"] for name, part in parts.items()} == {
         "database": True,
@@ -50,7 +50,9 @@ def test_every_part_answers(client: TestClient) -> None:
     }
 
 
-def test_a_job_lies_in_the_queue_of_its_worker(client: TestClient, settings: ApiSettings) -> None:
+def test_a_submitted_job_is_queued_for_its_worker(
+    client: TestClient, settings: ApiSettings
+) -> None:
     rows = "".join(f'{{"text": "t{n}", "head": "{n % 2}"}}\n' for n in range(20))
     files = {"file": ("a.jsonl", rows.encode())}
     dataset = client.post("/datasets", files=files, data={"heads": '[{"name": "head"}]'}).json()
@@ -60,11 +62,11 @@ def test_a_job_lies_in_the_queue_of_its_worker(client: TestClient, settings: Api
     assert depth(make_celery(settings), "teacher") == 1
 
 
-def test_the_serving_rooms_counters_are_in_the_same_metrics(client: TestClient) -> None:
+def test_serving_metrics_are_in_the_same_registry(client: TestClient) -> None:
     assert "stillhouse_serving_queue_tokens 0.0" in client.get("/metrics").text
 
 
-def test_the_feed_reads_each_promotion_once_the_newest_first(desk: Any) -> None:
+def test_the_feed_reads_each_promotion_once_newest_first(desk: Any) -> None:
     model_id = desk.succeed(desk.running())
     feed = PromotionFeed(desk.store)
     assert feed() == []
@@ -83,7 +85,7 @@ def test_the_feed_reads_each_promotion_once_the_newest_first(desk: Any) -> None:
     ]
 
 
-def test_the_feed_writes_down_what_became_of_promotions(desk: Any) -> None:
+def test_the_feed_stores_the_outcomes_of_promotions(desk: Any) -> None:
     model_id = desk.succeed(desk.running())
     desk.store.promote(model_id)
     feed = PromotionFeed(desk.store)
@@ -107,7 +109,7 @@ def test_the_feed_writes_down_what_became_of_promotions(desk: Any) -> None:
     )
 
 
-def test_what_the_database_was_away_for_is_written_later_and_in_order(
+def test_outcomes_reported_during_a_database_outage_are_stored_later_in_order(
     desk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_id = desk.succeed(desk.running())
@@ -152,7 +154,7 @@ def test_a_missing_setting_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_open_door_on_a_network_is_no_server(tmp_path: Path) -> None:
+def test_the_server_does_not_start_on_a_network_without_keys(tmp_path: Path) -> None:
     done = start(
         STILLHOUSE_DATA_DIR=str(tmp_path),
         STILLHOUSE_DATABASE_URL="postgresql://x",
@@ -164,7 +166,7 @@ def test_an_open_door_on_a_network_is_no_server(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_setting_of_the_serving_room_is_named(tmp_path: Path) -> None:
+def test_an_invalid_serving_setting_is_named(tmp_path: Path) -> None:
     done = start(
         STILLHOUSE_DATA_DIR=str(tmp_path),
         STILLHOUSE_DATABASE_URL="postgresql://x",

@@ -54,9 +54,7 @@ def upload(client: Any, content: bytes, *, format: str | None, **headers: str) -
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
-def test_what_is_packed_or_of_another_charset_is_refused_by_name(
-    platform: Any, format: str
-) -> None:
+def test_compressed_and_non_utf8_uploads_are_rejected(platform: Any, format: str) -> None:
     client = platform.client()
     for kind, content in ODD.items():
         response = upload(client, content, format=format)
@@ -67,14 +65,14 @@ def test_what_is_packed_or_of_another_charset_is_refused_by_name(
     assert list(platform.settings.uploads_dir.iterdir()) == []
 
 
-def test_a_packed_file_is_known_by_its_name(platform: Any) -> None:
+def test_a_compressed_file_is_rejected_by_its_extension(platform: Any) -> None:
     files = {"file": ("rows.jsonl.gz", ODD["gzip"])}
     response = platform.client().post("/datasets", files=files)
     assert response.status_code == 422
     assert response.json()["errors"][0]["field"] == "file"
 
 
-def test_a_packed_body_is_never_unpacked(platform: Any) -> None:
+def test_a_compressed_body_is_never_decompressed(platform: Any) -> None:
     """`Content-Encoding` is a way to send a bomb past a limit on the body's size."""
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     client = platform.client()

@@ -40,7 +40,7 @@ def test_a_flat_list_is_a_batch_and_not_a_pair(client: Any) -> None:
     assert ask(client, inputs=["好", "坏"]).json() == [NEGATIVE_POSITIVE] * 2
 
 
-def test_teis_nested_batch_is_understood(client: Any, offline: Any) -> None:
+def test_teis_nested_batch_is_accepted(client: Any, offline: Any) -> None:
     assert ask(client, inputs=[["好"], ["坏"]]).json() == [NEGATIVE_POSITIVE] * 2
     assert offline.predictor.seen == [["好", "坏"]]
 
@@ -52,7 +52,7 @@ def test_several_heads_give_a_map_by_head(client: Any) -> None:
     assert ask(client, several=True, inputs=["好"]).json() == [answer]
 
 
-def test_one_chosen_head_of_several_gives_the_plain_shape(client: Any) -> None:
+def test_one_requested_head_of_several_gives_the_plain_shape(client: Any) -> None:
     answer = ask(client, several=True, inputs="好", heads=["sentiment"]).json()
     assert answer == NEGATIVE_POSITIVE
 
@@ -76,7 +76,7 @@ def test_top_k_keeps_the_best(client: Any) -> None:
     }
 
 
-def test_detail_tells_model_tokens_and_usage(client: Any) -> None:
+def test_detail_includes_model_tokens_and_usage(client: Any) -> None:
     answer = ask(client, several=True, inputs=["a b", "c"], detail=True).json()
     assert (answer["model"], answer["version"]) == ("reviews", "mdl_2_1")
     assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
@@ -86,7 +86,7 @@ def test_detail_tells_model_tokens_and_usage(client: Any) -> None:
     assert len(first["heads"]["domain"]["scores"]) == 4
 
 
-def test_a_long_text_is_refused_by_its_place(client: Any) -> None:
+def test_a_long_text_is_rejected_by_index(client: Any) -> None:
     response = ask(client, inputs=["short", "w " * 9])
     assert response.status_code == 422
     body = response.json()
@@ -94,7 +94,7 @@ def test_a_long_text_is_refused_by_its_place(client: Any) -> None:
     assert body["errors"][0]["field"] == "inputs.1"
 
 
-def test_a_long_text_is_cut_where_the_request_says_so(client: Any) -> None:
+def test_a_long_text_is_truncated_on_request(client: Any) -> None:
     answer = ask(client, inputs="w " * 9, truncate=True, detail=True).json()
     assert answer["data"][0]["truncated"] is True
 
@@ -123,7 +123,7 @@ def test_headers_name_the_version_and_the_stages(client: Any) -> None:
         {"inputs": "a", "truncate": "perhaps"},
     ],
 )
-def test_what_is_not_understood_is_refused(client: Any, body: dict[str, Any]) -> None:
+def test_an_invalid_request_is_rejected(client: Any, body: dict[str, Any]) -> None:
     response = client.post("/predict", json=body)
     assert response.status_code == 422
     assert response.json()["errors"]
@@ -136,7 +136,7 @@ def test_more_texts_than_one_request_may_have_are_too_large(client: Any, offline
 
 
 @pytest.mark.parametrize("path", ["/predict", "/v1/classify"])
-def test_before_any_promotion_the_problem_says_so(offline: Any, path: str) -> None:
+def test_before_any_promotion_prediction_is_unavailable(offline: Any, path: str) -> None:
     response = offline.client().post(path, json={"inputs" if path == "/predict" else "input": "a"})
     assert response.status_code == 503
     assert response.json()["type"].endswith(":no-student")
@@ -164,7 +164,7 @@ def test_each_failure_of_serving_has_its_problem(
 
 
 @pytest.mark.parametrize("character", ["\x01", "\x08", "\x1b", "\x1f", "\x7f"])
-def test_a_control_character_is_refused_by_its_number(
+def test_a_control_character_is_rejected_by_code_point(
     client: Any, offline: Any, character: str
 ) -> None:
     response = ask(client, inputs=["好", f"a{character}b"])
@@ -175,11 +175,11 @@ def test_a_control_character_is_refused_by_its_number(
     assert offline.predictor.seen == []
 
 
-def test_ends_of_lines_and_characters_beyond_ascii_are_text(client: Any) -> None:
+def test_line_breaks_and_non_ascii_characters_are_accepted(client: Any) -> None:
     assert ask(client, inputs="a\tb\r\nc\vd\fe \x85 \u2028 好\u200d").status_code == 200
 
 
-def test_overload_says_when_to_come_back(client: Any, offline: Any) -> None:
+def test_overload_sends_retry_after(client: Any, offline: Any) -> None:
     offline.predictor.failure = Overloaded(2.2)
     assert ask(client, inputs="a").headers["retry-after"] == "3"
 
@@ -206,7 +206,7 @@ def test_classify_with_several_heads_keeps_the_plain_fields_for_the_first(client
 
 
 @pytest.mark.parametrize("name", ["reviews", "mdl_1_1", "default"])
-def test_classify_takes_the_models_name_version_or_alias(client: Any, name: str) -> None:
+def test_classify_accepts_the_models_name_version_or_alias(client: Any, name: str) -> None:
     response = client.post("/v1/classify", json={"model": name, "input": "a"})
     assert response.status_code == 200
 
@@ -216,7 +216,7 @@ def test_classify_for_a_model_that_does_not_serve_is_not_found(client: Any) -> N
     assert response.status_code == 404
 
 
-def test_classify_cuts_for_minus_one_only(client: Any) -> None:
+def test_classify_truncates_only_for_minus_one(client: Any) -> None:
     long = "w " * 9
     assert client.post("/v1/classify", json={"input": long}).status_code == 422
     body = {"input": long, "truncate_prompt_tokens": -1}
@@ -225,7 +225,7 @@ def test_classify_cuts_for_minus_one_only(client: Any) -> None:
     assert client.post("/v1/classify", json=body).status_code == 422
 
 
-def test_the_texts_of_a_client_that_left_are_dropped(offline: Any, one_head: Any) -> None:
+def test_a_prediction_is_cancelled_when_its_client_disconnects(offline: Any, one_head: Any) -> None:
     offline.predictor.students["default"] = one_head
     dropped: list[bool] = []
 
@@ -273,6 +273,6 @@ def test_an_alias_that_was_never_promoted_is_not_found(platform: Any) -> None:
     )
 
 
-def test_an_alias_whose_student_is_still_loading_is_waited_for(desk: Any) -> None:
+def test_an_alias_whose_student_is_still_loading_is_unavailable(desk: Any) -> None:
     desk.store.promote(desk.succeed(desk.running()), alias="rival")
     assert desk.client.post("/predict?alias=rival", json={"inputs": "a"}).status_code == 503

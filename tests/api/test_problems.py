@@ -42,7 +42,7 @@ def test_an_unknown_path_is_not_found(client: TestClient) -> None:
     assert_problem(client.get("/nothing"), "not-found")
 
 
-def test_a_path_of_odd_characters_comes_back_as_a_uri(client: TestClient) -> None:
+def test_the_instance_of_an_odd_path_is_a_uri(client: TestClient) -> None:
     body = assert_problem(client.get("/no such/页%00"), "not-found")
     assert body["instance"] == "/no%20such/%E9%A1%B5%00"
 
@@ -69,7 +69,7 @@ def test_surrogates_in_raw_bytes_are_refused(client: TestClient) -> None:
     assert fields(assert_problem(response, "invalid-request")) == ["inputs"]
 
 
-def test_nesting_without_end_is_malformed(client: TestClient) -> None:
+def test_excessive_nesting_is_malformed(client: TestClient) -> None:
     body = b"[" * 200_000 + b"]" * 200_000
     response = client.post("/predict", content=body, headers={"content-type": "application/json"})
     assert_problem(response, "malformed-request")
@@ -94,7 +94,7 @@ def test_a_number_of_five_thousand_digits_is_malformed(client: TestClient) -> No
         (r'{"\u0000": 1}', "name"),
     ],
 )
-def test_what_no_column_takes_is_refused_by_name(
+def test_values_that_cannot_be_stored_are_rejected_by_field(
     client: TestClient, value: str, message: str
 ) -> None:
     body = f'{{"kind": "teacher", "model": {{"config": {{"model_type": "x", "odd": {value}}}}}}}'
@@ -141,28 +141,28 @@ def test_the_branches_of_a_union_do_not_leak_into_names(client: TestClient) -> N
     assert set(fields(problem)) == {"recipe.optimizer", "recipe"}
 
 
-def test_contradictions_inside_a_spec_are_told_in_its_own_words(client: TestClient) -> None:
+def test_contradictions_in_a_spec_have_messages_of_their_own(client: TestClient) -> None:
     body = {**TEACHER, "model": {"path": "a", "model_id": "b"}}
     problem = assert_problem(client.post("/jobs", json=body), "invalid-request")
     assert fields(problem) == ["model"]
     assert problem["errors"][0]["message"].startswith("give exactly one of path")
 
 
-def test_many_faults_are_counted_and_the_first_twenty_told(client: TestClient) -> None:
+def test_many_errors_are_counted_and_the_first_twenty_listed(client: TestClient) -> None:
     body = {**TEACHER, **{f"unknown_{number}": 1 for number in range(50)}}
     problem = assert_problem(client.post("/jobs", json=body), "invalid-request")
     assert len(problem["errors"]) == 20
     assert "and 49 more" in problem["detail"]
 
 
-def test_what_the_client_sent_is_not_sent_back_at_length(client: TestClient) -> None:
+def test_long_client_input_is_not_echoed(client: TestClient) -> None:
     body = {**TEACHER, "resources": {"host_memory": "x" * 100_000}}
     response = client.post("/jobs", json=body)
     assert_problem(response, "invalid-request")
     assert len(response.content) < 3000
 
 
-def test_a_long_path_or_value_makes_no_long_problem(client: TestClient, offline: Any) -> None:
+def test_long_paths_and_values_are_truncated_in_problems(client: TestClient, offline: Any) -> None:
     offline.admit = Admitter(offline.settings, plan=lambda spec, teacher: None)
     body = {**TEACHER, "model": {"path": "x" * 200_000}}
     response = offline.client().post("/jobs", json=body)
@@ -186,19 +186,17 @@ def test_a_wrong_query_is_named(client: TestClient, query: str, field: str) -> N
 
 
 @pytest.mark.parametrize("id", ["%00", "job_%00", "..%2f..", "job_", "x" * 5000, "页"])
-def test_an_impossible_id_is_unknown_without_asking_the_database(
-    client: TestClient, id: str
-) -> None:
+def test_a_malformed_id_is_not_found_without_a_query(client: TestClient, id: str) -> None:
     assert_problem(client.get(f"/jobs/{id}"), "not-found")
 
 
-def test_a_database_that_is_away_is_unavailable_for_a_while(client: TestClient) -> None:
+def test_an_unreachable_database_is_unavailable_with_retry_after(client: TestClient) -> None:
     response = client.get("/jobs/job_1")
     assert_problem(response, "unavailable")
     assert int(response.headers["retry-after"]) > 0
 
 
-def test_an_unexpected_exception_says_nothing_of_the_inside(
+def test_an_unexpected_exception_reveals_no_internals(
     offline: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
@@ -211,7 +209,7 @@ def test_an_unexpected_exception_says_nothing_of_the_inside(
     assert body["request_id"] == response.headers["x-request-id"]
 
 
-def test_every_error_of_the_shared_rooms_has_words() -> None:
+def test_every_shared_error_maps_to_a_problem() -> None:
     samples = {
         shared.NotFound("job", "job_1"): "not-found",
         shared.InvalidInput("no", field="name"): "invalid-request",

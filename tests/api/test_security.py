@@ -48,7 +48,7 @@ def operations(client: Any) -> list[tuple[str, str]]:
     ]
 
 
-def test_every_operation_needs_a_key_but_the_probes(locked: Any) -> None:
+def test_every_operation_except_probes_requires_a_key(locked: Any) -> None:
     client = locked.client()
     opened = set()
     for method, path in operations(client):
@@ -59,7 +59,7 @@ def test_every_operation_needs_a_key_but_the_probes(locked: Any) -> None:
     assert opened < PUBLIC_PATHS
 
 
-def test_a_stranger_learns_not_even_what_exists(locked: Any) -> None:
+def test_without_a_key_unknown_paths_answer_401(locked: Any) -> None:
     client = locked.client()
     for method, path in [("GET", "/nothing"), ("PUT", "/jobs"), ("GET", "/jobs/")]:
         assert client.request(method, path).status_code == 401
@@ -68,7 +68,7 @@ def test_a_stranger_learns_not_even_what_exists(locked: Any) -> None:
 @pytest.mark.parametrize(
     "path", ["/jobs", "/jobs/plan", "/diagnoses", "/datasets", "/predict", "/v1/classify", "/none"]
 )
-def test_the_body_of_a_stranger_is_never_read(locked: Any, path: str) -> None:
+def test_an_unauthenticated_body_is_never_read(locked: Any, path: str) -> None:
     app = create_app(locked.context())
     sent: list[Any] = []
 
@@ -112,7 +112,7 @@ def test_a_key_is_compared_with_every_entry_in_constant_time(
         assert compared == hashes
 
 
-def test_a_server_without_keys_says_so_when_it_starts(
+def test_a_server_without_keys_logs_a_warning_at_startup(
     database_url: str, broker_url: str, data_dir: Path
 ) -> None:
     settings = ApiSettings(database_url=database_url, broker_url=broker_url, data_dir=data_dir)
@@ -129,7 +129,7 @@ SAFE_HEADERS = {
 }
 
 
-def test_every_answer_has_safe_headers(locked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_response_has_security_headers(locked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locked.predictor, "active", lambda alias: 1 / 0)
     client = locked.client()
     json_type = {"content-type": "application/json"}
@@ -149,7 +149,7 @@ def test_every_answer_has_safe_headers(locked: Any, monkeypatch: pytest.MonkeyPa
         assert "server" not in response.headers
 
 
-def test_no_page_of_another_origin_may_read_an_answer(locked: Any) -> None:
+def test_no_response_allows_another_origin(locked: Any) -> None:
     headers = {**bearer(KEY), "Origin": "https://example.org"}
     client = locked.client()
     for response in (
@@ -174,7 +174,7 @@ def logged(capfd: pytest.CaptureFixture[str], caplog: Any) -> Iterator[None]:
     structlog.configure(**configuration)
 
 
-def test_no_key_password_or_text_is_logged_or_told(
+def test_no_key_password_or_text_is_logged_or_returned(
     locked: Any, logged: None, capfd: pytest.CaptureFixture[str], one_head: Any
 ) -> None:
     password = "hush-password-3e1b"
@@ -220,7 +220,7 @@ async def crash(texts: list[str], **_: Any) -> None:
     raise ZeroDivisionError(len(first))
 
 
-def test_a_missing_database_is_told_without_its_password(
+def test_an_unreachable_database_is_reported_without_its_password(
     tmp_path: Path, logged: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     password = "hush-password-3e1b"
@@ -238,6 +238,6 @@ def test_a_missing_database_is_told_without_its_password(
     assert not any(password in answer.text for answer in answers)
 
 
-def test_scopes_are_the_four_that_are_told() -> None:
+def test_the_security_page_lists_every_scope() -> None:
     page = (Path(__file__).parents[2] / "SECURITY.md").read_text("utf-8")
     assert {str(scope) for scope in Scope} == set(re.findall(r"scope `([a-z]+)`", page))

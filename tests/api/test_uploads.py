@@ -17,7 +17,7 @@ FORM = {"heads": '[{"name": "mood"}]'}
 ROWS = "".join(f'{{"text": "t{n}", "mood": "{n % 2}"}}\n' for n in range(40)).encode()
 
 
-class Kitchen:
+class GatedIngest:
     """Stands before the real validation: counts who is in, and lets nobody out before `open`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +42,8 @@ class Kitchen:
 
 
 @pytest.fixture
-def kitchen(monkeypatch: pytest.MonkeyPatch) -> Kitchen:
-    return Kitchen(monkeypatch)
+def gated_ingest(monkeypatch: pytest.MonkeyPatch) -> GatedIngest:
+    return GatedIngest(monkeypatch)
 
 
 async def upload(client: httpx.AsyncClient) -> httpx.Response:
@@ -55,34 +55,32 @@ def client_of(platform: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
-def test_so_many_uploads_are_validated_at_once_and_the_others_wait(
-    platform: Any, kitchen: Kitchen
-) -> None:
+def test_validations_over_the_limit_wait(platform: Any, gated_ingest: GatedIngest) -> None:
     platform.upload_limiter = UploadLimiter(max_uploads=6, max_validations=2)
 
     async def six() -> list[httpx.Response]:
         async with client_of(platform) as client:
             tasks = [asyncio.create_task(upload(client)) for _ in range(6)]
             for _ in range(2):
-                assert await asyncio.to_thread(kitchen.entered.acquire, timeout=60)
-            kitchen.open.set()
+                assert await asyncio.to_thread(gated_ingest.entered.acquire, timeout=60)
+            gated_ingest.open.set()
             return await asyncio.gather(*tasks)
 
     assert [response.status_code for response in asyncio.run(six())] == [201] * 6
-    assert kitchen.most == 2
+    assert gated_ingest.most == 2
 
 
-def test_an_upload_too_many_is_refused_at_once_and_told_when_to_come_back(
-    platform: Any, kitchen: Kitchen
+def test_an_upload_over_the_limit_is_rejected_with_retry_after(
+    platform: Any, gated_ingest: GatedIngest
 ) -> None:
     platform.upload_limiter = UploadLimiter(max_uploads=1, max_validations=1)
 
     async def three() -> list[httpx.Response]:
         async with client_of(platform) as client:
             first = asyncio.create_task(upload(client))
-            assert await asyncio.to_thread(kitchen.entered.acquire, timeout=60)
+            assert await asyncio.to_thread(gated_ingest.entered.acquire, timeout=60)
             second = await upload(client)
-            kitchen.open.set()
+            gated_ingest.open.set()
             return [await first, second, await upload(client)]
 
     first, second, third = asyncio.run(three())
@@ -91,7 +89,7 @@ def test_an_upload_too_many_is_refused_at_once_and_told_when_to_come_back(
     assert second.json()["type"] == "urn:stillhouse:problem:overloaded"
 
 
-def test_uploads_that_fail_give_their_place_back(platform: Any) -> None:
+def test_failed_uploads_release_their_slot(platform: Any) -> None:
     platform.upload_limiter = UploadLimiter(max_uploads=1, max_validations=1)
 
     async def several() -> list[int]:

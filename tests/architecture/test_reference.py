@@ -20,7 +20,7 @@ def reference() -> str:
     return (DOCS / "reference.md").read_text(encoding="utf-8")
 
 
-def test_the_reference_is_what_the_code_says_now(reference: str) -> None:
+def test_the_reference_matches_the_code(reference: str) -> None:
     assert reference == make_reference.render(), "run: python -m tools.make_reference"
 
 
@@ -34,14 +34,14 @@ def test_every_setting_is_explained(name: str, reference: str) -> None:
     assert f"| `STILLHOUSE_{name.upper()}` |" in reference
 
 
-def test_every_route_has_a_sentence(reference: str) -> None:
+def test_every_route_is_described(reference: str) -> None:
     routes = make_reference.routes()
     assert len(routes) > 20
     for route, operation in routes.items():
         assert f"| `{route}` | {make_reference.sentence(operation)[:20]}" in reference
 
 
-def test_every_option_of_the_command_line_is_there(reference: str) -> None:
+def test_every_command_line_option_is_listed(reference: str) -> None:
     commands = make_reference.commands()
     assert len(commands) > 15
     for path, command in commands:
@@ -53,7 +53,7 @@ def test_every_option_of_the_command_line_is_there(reference: str) -> None:
                     assert f"`{option}`" in section, (path, option)
 
 
-def test_every_command_speaks_to_machines() -> None:
+def test_every_command_has_a_json_option() -> None:
     for path, command in make_reference.commands():
         options = {option for parameter in command.params for option in parameter.opts}
         assert "--json" in options, path

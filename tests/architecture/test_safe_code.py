@@ -39,7 +39,7 @@ def loaders() -> list[tuple[str, str, dict[str | None, object]]]:
     ]
 
 
-def test_code_of_a_checkpoint_is_never_run() -> None:
+def test_checkpoint_code_is_never_run() -> None:
     """transformers loads a checkpoint's own Python files only for `trust_remote_code`."""
     found = loaders()
     assert len(found) >= 4
@@ -52,7 +52,7 @@ def test_code_of_a_checkpoint_is_never_run() -> None:
         assert not re.search(r"trust_remote_code\W+True", path.read_text("utf-8")), path
 
 
-def test_weights_are_read_from_safetensors_alone() -> None:
+def test_weights_are_read_only_from_safetensors() -> None:
     models = [
         (where, given)
         for where, what, given in loaders()
@@ -83,7 +83,7 @@ def _unpickles(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and keywords(node).get("allow_pickle", False) is not False
 
 
-def test_what_unpickles_is_seen() -> None:
+def test_the_unpickling_check_detects_each_form() -> None:
     """The test above could otherwise pass for want of sight."""
     for line in (
         "import pickle",
@@ -95,7 +95,7 @@ def test_what_unpickles_is_seen() -> None:
         assert any(_unpickles(node) for node in ast.walk(ast.parse(line))), line
 
 
-def test_sql_has_no_strings_put_together() -> None:
+def test_sql_is_never_built_from_strings() -> None:
     """ruff's S608 looks for SQL in strings; this one at what SQLAlchemy is handed as text."""
     for path in OURS:
         for call in calls(path):
@@ -129,7 +129,7 @@ def test_every_dependency_has_a_pin() -> None:
     assert names - {"stillhouse"} <= pinned
 
 
-def test_every_installation_is_held_to_the_pins() -> None:
+def test_every_installation_uses_the_pins() -> None:
     files = [ROOT / "Makefile", *(ROOT / "docker").iterdir()]
     installs = [
         (path.name, line)

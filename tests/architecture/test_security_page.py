@@ -14,7 +14,7 @@ ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "`tests/
 NAMED = sorted(set(re.findall(r"`(tests/[a-z_/]+\.py)::(test_\w+)`", PAGE)))
 
 
-def test_every_promise_names_what_proves_it() -> None:
+def test_every_guarantee_names_its_tests() -> None:
     tables = [line for line in PAGE.splitlines() if line.startswith("| ")]
     promises = [line for line in tables if not line.startswith("| promise")]
     assert len(promises) > 20
@@ -22,7 +22,7 @@ def test_every_promise_names_what_proves_it() -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=[name for _, name in NAMED])
-def test_a_test_that_proves_a_promise_exists(path: str, name: str) -> None:
+def test_every_named_test_exists(path: str, name: str) -> None:
     tree = ast.parse((ROOT / path).read_text("utf-8"))
     found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert name in found

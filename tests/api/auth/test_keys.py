@@ -40,7 +40,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("method", "path", "scope"), PATHS)
-def test_nobody_writes_without_a_key(client: Any, method: str, path: str, scope: Scope) -> None:
+def test_writing_requires_a_key(client: Any, method: str, path: str, scope: Scope) -> None:
     response = client.request(method, path, json={})
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
@@ -48,13 +48,15 @@ def test_nobody_writes_without_a_key(client: Any, method: str, path: str, scope:
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "predict-keys", "页", "\x00"])
-def test_a_wrong_key_is_as_good_as_none(client: Any, key: str) -> None:
+def test_an_invalid_key_is_rejected(client: Any, key: str) -> None:
     headers = {"Authorization": b"Bearer " + key.encode()}
     assert client.get("/jobs", headers=headers).status_code == 401
 
 
 @pytest.mark.parametrize(("method", "path", "scope"), PATHS)
-def test_each_scope_opens_its_own_doors(client: Any, method: str, path: str, scope: Scope) -> None:
+def test_each_scope_permits_only_its_own_operations(
+    client: Any, method: str, path: str, scope: Scope
+) -> None:
     for held in Scope:
         response = client.request(method, path, json={}, headers=bearer(f"{held}-key"))
         if held in (scope, Scope.ADMIN):
@@ -64,7 +66,7 @@ def test_each_scope_opens_its_own_doors(client: Any, method: str, path: str, sco
             assert str(scope) in response.json()["detail"]
 
 
-def test_any_key_reads(client: Any) -> None:
+def test_any_key_may_read(client: Any) -> None:
     assert client.get("/jobs", headers=bearer("predict-key")).status_code == 503  # no database here
 
 
@@ -87,7 +89,9 @@ def test_metrics_need_a_key_where_there_are_keys(client: Any) -> None:
         {"Host": "[::1"},
     ],
 )
-def test_without_keys_a_foreign_page_gets_nothing(offline: Any, headers: dict[str, str]) -> None:
+def test_without_keys_requests_from_foreign_pages_are_rejected(
+    offline: Any, headers: dict[str, str]
+) -> None:
     for method, path in [("GET", "/jobs"), ("POST", "/datasets"), ("POST", "/jobs/job_1/cancel")]:
         response = offline.client().request(method, path, headers=headers)
         assert response.status_code == 403
@@ -102,12 +106,12 @@ def test_without_keys_a_foreign_page_gets_nothing(offline: Any, headers: dict[st
         {"Host": "127.0.0.1"},
     ],
 )
-def test_without_keys_this_machine_gets_everything(offline: Any, headers: dict[str, str]) -> None:
+def test_without_keys_local_requests_are_accepted(offline: Any, headers: dict[str, str]) -> None:
     response = offline.client().get("/jobs", headers=headers)
     assert response.status_code == 503  # no database here, but the door was open
 
 
-def test_with_keys_the_name_of_the_server_is_free(client: Any) -> None:
+def test_with_keys_any_host_name_is_accepted(client: Any) -> None:
     headers = {**bearer("admin-key"), "Host": "gpu-7.example.org"}
     assert client.get("/jobs", headers=headers).status_code == 503
 
@@ -117,17 +121,17 @@ def settings(tmp_path: Path, **more: Any) -> ApiSettings:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
-def test_on_loopback_the_door_may_stand_open(tmp_path: Path, host: str) -> None:
+def test_listening_on_loopback_needs_no_keys(tmp_path: Path, host: str) -> None:
     assert load_keys(settings(tmp_path, host=host)).is_empty
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.org", ""])
-def test_on_a_network_an_open_door_is_refused(tmp_path: Path, host: str) -> None:
+def test_listening_on_a_network_requires_keys(tmp_path: Path, host: str) -> None:
     with pytest.raises(ValueError, match="STILLHOUSE_API_KEYS_FILE"):
         load_keys(settings(tmp_path, host=host))
 
 
-def test_an_empty_file_is_an_open_door(tmp_path: Path) -> None:
+def test_an_empty_keys_file_counts_as_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     file.write_text("{}")
     with pytest.raises(ValueError, match="STILLHOUSE_API_KEYS_FILE"):
@@ -152,7 +156,7 @@ def test_a_keys_file_holds_hashes_and_scopes(tmp_path: Path) -> None:
         ("{", "wrong"),
     ],
 )
-def test_a_wrong_keys_file_is_named_without_its_values(
+def test_an_invalid_keys_file_is_reported_without_its_values(
     tmp_path: Path, text: str, names: str
 ) -> None:
     file = tmp_path / "keys.json"
@@ -162,6 +166,6 @@ def test_a_wrong_keys_file_is_named_without_its_values(
     assert "plain" not in str(raised.value)
 
 
-def test_a_missing_keys_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_keys_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read_keys(tmp_path / "none.json")

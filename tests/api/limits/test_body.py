@@ -31,13 +31,13 @@ def assert_too_large(response: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan", "/predict", "/v1/classify"])
-def test_an_announced_body_over_the_limit_is_refused(client: Any, path: str) -> None:
+def test_a_declared_body_over_the_limit_is_rejected(client: Any, path: str) -> None:
     headers = {"content-type": "application/json"}
     assert_too_large(client.post(path, content=b" " * (BYTES + 1), headers=headers))
 
 
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan", "/predict", "/v1/classify"])
-def test_a_streamed_body_over_the_limit_is_refused(client: Any, path: str) -> None:
+def test_a_streamed_body_over_the_limit_is_rejected(client: Any, path: str) -> None:
     headers = {"content-type": "application/json"}
     assert_too_large(client.post(path, content=chunks(BYTES + 100), headers=headers))
 
@@ -48,6 +48,6 @@ def test_a_body_at_the_limit_is_read(client: Any) -> None:
     assert response.status_code == 503  # nothing is promoted, but the body was understood
 
 
-def test_a_lying_content_length_does_not_pass_the_count(client: Any) -> None:
+def test_a_false_content_length_does_not_bypass_the_limit(client: Any) -> None:
     headers = {"content-type": "application/json", "content-length": "5"}
     assert_too_large(client.post("/predict", content=chunks(BYTES + 100), headers=headers))

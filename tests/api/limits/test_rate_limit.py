@@ -33,7 +33,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_bucket_gives_its_burst_and_then_its_rate(clock: Clock) -> None:
+def test_a_bucket_allows_its_burst_and_then_its_rate(clock: Clock) -> None:
     meter = RateLimiter(per_second=2, burst=3, clock=clock)
     assert [meter.try_acquire("a") for _ in range(4)] == [0, 0, 0, 0.5]
     clock.now += 0.5
@@ -42,7 +42,7 @@ def test_a_bucket_gives_its_burst_and_then_its_rate(clock: Clock) -> None:
     assert [meter.try_acquire("a") for _ in range(4)] == [0, 0, 0, 0.5]
 
 
-def test_refused_requests_cost_nothing(clock: Clock) -> None:
+def test_rejected_requests_consume_no_token(clock: Clock) -> None:
     meter = RateLimiter(per_second=1, burst=1, clock=clock)
     assert meter.try_acquire("a") == 0
     assert {meter.try_acquire("a") for _ in range(100)} == {1.0}
@@ -50,17 +50,17 @@ def test_refused_requests_cost_nothing(clock: Clock) -> None:
     assert meter.try_acquire("a") == 0
 
 
-def test_every_caller_has_a_bucket_of_its_own(clock: Clock) -> None:
+def test_every_caller_has_its_own_bucket(clock: Clock) -> None:
     meter = RateLimiter(per_second=1, burst=1, clock=clock)
     assert (meter.try_acquire("a"), meter.try_acquire("b"), meter.try_acquire("a")) == (0, 0, 1)
 
 
-def test_a_rate_of_nothing_is_no_limit(clock: Clock) -> None:
+def test_a_rate_of_zero_means_no_limit(clock: Clock) -> None:
     meter = RateLimiter(per_second=0, burst=0, clock=clock)
     assert {meter.try_acquire("a") for _ in range(1000)} == {0.0}
 
 
-def test_strangers_do_not_fill_the_memory(clock: Clock) -> None:
+def test_the_number_of_buckets_is_bounded(clock: Clock) -> None:
     meter = RateLimiter(per_second=1, burst=1, clock=clock, max_callers=10)
     for number in range(1000):
         meter.try_acquire(str(number))
@@ -79,18 +79,18 @@ def test_strangers_do_not_fill_the_memory(clock: Clock) -> None:
         ("testclient", "other", False),
     ],
 )
-def test_an_address_is_one_subscriber(one: str, other: str, same: bool) -> None:
+def test_addresses_of_one_subscriber_count_as_one_caller(one: str, other: str, same: bool) -> None:
     def request(host: str) -> Any:
         return SimpleNamespace(client=SimpleNamespace(host=host))
 
     assert (client_address(request(one)) == client_address(request(other))) is same
 
 
-def test_a_request_without_an_address_has_a_caller() -> None:
+def test_requests_without_an_address_count_as_one_caller() -> None:
     assert client_address(SimpleNamespace(client=None)) == ""  # type: ignore[arg-type]
 
 
-def test_the_settings_are_the_limits(offline: Any) -> None:
+def test_limits_come_from_the_settings(offline: Any) -> None:
     limits = {"predict_per_second": 7, "requests_per_second": 2, "rate_burst_seconds": 3}
     settings = ApiSettings(**{**offline.settings.model_dump(), **limits})
     rates = create_rate_limiters(settings)
@@ -130,7 +130,7 @@ def predict(client: TestClient, key: str, path: str = "/predict") -> Any:
 
 
 @pytest.mark.parametrize("path", ["/predict", "/v1/classify"])
-def test_a_key_that_predicts_too_often_is_told_when_to_come_back(
+def test_a_key_over_its_prediction_rate_gets_retry_after(
     client: TestClient, clock: Clock, path: str
 ) -> None:
     assert {predict(client, "first", path).status_code for _ in range(3)} == {422}
@@ -139,25 +139,25 @@ def test_a_key_that_predicts_too_often_is_told_when_to_come_back(
     assert predict(client, "first", path).status_code == 422
 
 
-def test_prediction_and_the_rest_do_not_take_from_each_other(client: TestClient) -> None:
+def test_predictions_and_other_requests_have_separate_buckets(client: TestClient) -> None:
     for _ in range(3):
         assert client.get("/models/nothing", headers=bearer("first")).status_code == 404
     assert_limited(client.get("/models/nothing", headers=bearer("first")), seconds=10)
     assert predict(client, "first").status_code == 422
 
 
-def test_one_key_does_not_take_from_another(client: TestClient) -> None:
+def test_each_key_has_its_own_bucket(client: TestClient) -> None:
     for _ in range(4):
         predict(client, "first")
     assert predict(client, "second").status_code == 422
 
 
-def test_a_key_without_the_scope_pays_too(client: TestClient) -> None:
+def test_requests_without_the_scope_consume_tokens(client: TestClient) -> None:
     found = [predict(client, "reader").status_code for _ in range(4)]
     assert found == [403, 403, 403, 429]
 
 
-def test_wrong_keys_are_told_so_only_so_often(client: TestClient, clock: Clock) -> None:
+def test_invalid_keys_are_rate_limited_by_address(client: TestClient, clock: Clock) -> None:
     found = [client.get("/jobs", headers=bearer("wrong")) for _ in range(3)]
     assert [response.status_code for response in found] == [401, 401, 401]
     assert_limited(client.get("/jobs"), seconds=1)  # no key is one of them
@@ -166,9 +166,7 @@ def test_wrong_keys_are_told_so_only_so_often(client: TestClient, clock: Clock) 
     assert client.get("/jobs").status_code == 401
 
 
-def test_wrong_keys_of_one_address_do_not_count_for_another(
-    offline: Any, client: TestClient
-) -> None:
+def test_invalid_keys_of_one_address_do_not_limit_another(offline: Any, client: TestClient) -> None:
     for _ in range(4):
         client.get("/jobs")
     elsewhere = TestClient(client.app, base_url="http://10.0.0.1", client=("10.0.0.9", 1))
@@ -176,7 +174,7 @@ def test_wrong_keys_of_one_address_do_not_count_for_another(
 
 
 @pytest.mark.parametrize("path", ["/readyz", "/health"])
-def test_what_needs_no_key_has_a_rate_for_each_address(client: TestClient, path: str) -> None:
+def test_routes_without_a_key_are_rate_limited_by_address(client: TestClient, path: str) -> None:
     assert {client.get(path).status_code for _ in range(3)} == {200}
     assert_limited(client.get(path), seconds=10)
     assert client.get("/livez").status_code == 200

@@ -49,30 +49,30 @@ def _loaded(module: str) -> tuple[set[str], int]:
     return set(names), peak_mib
 
 
-def test_every_import_keeps_to_the_walls() -> None:
+def test_import_contracts_hold() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("module", SUPERVISORS)
-def test_whoever_supervises_loads_no_torch_and_stays_small(module: str) -> None:
+def test_supervisors_load_no_torch_and_stay_small(module: str) -> None:
     names, peak_mib = _loaded(module)
     assert names & TORCH == set()
     assert peak_mib < SUPERVISORS[module]
 
 
 @pytest.mark.parametrize("module", RANKS)
-def test_whoever_trains_loads_neither_database_nor_broker(module: str) -> None:
+def test_ranks_load_neither_database_nor_broker(module: str) -> None:
     assert _loaded(module)[0] & DATABASE == set()
 
 
-def test_the_command_line_starts_without_what_only_servers_need() -> None:
+def test_the_command_line_loads_no_server_packages() -> None:
     names, _ = _loaded("services.cli.main")
     assert names & (DATABASE | {"fastapi", "uvicorn", "pyarrow", "numpy"}) == set()
 
 
-def test_memory_runs_on_the_standard_library_alone() -> None:
+def test_memory_needs_only_the_standard_library() -> None:
     """No site-packages at all: -S leaves them out, -I whatever the environment adds."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -89,13 +89,13 @@ def test_memory_runs_on_the_standard_library_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_rooms_hold_no_grab_bags() -> None:
+def test_no_module_has_a_catch_all_name() -> None:
     forbidden = {"utils", "helpers", "common", "misc", "base", "manager", "managers", "util"}
     found = [p for p in (ROOT / "services").rglob("*.py") if p.stem in forbidden]
     assert found == []
 
 
-def test_the_rooms_doors_hold_only_a_docstring() -> None:
+def test_init_files_hold_only_a_docstring() -> None:
     for path in (ROOT / "services").rglob("__init__.py"):
         code = [line for line in path.read_text().splitlines() if line.strip()]
         assert len(code) == 1, path
