@@ -38,24 +38,24 @@ class Score:
     diagnosis: Diagnosis
 
     @property
-    def counts(self) -> bool:
+    def is_scored(self) -> bool:
         """Whether its cause is established, so that an answer can be right or wrong."""
         return self.firm and self.known_cause is not None
 
     @property
-    def right_cause(self) -> bool:
+    def cause_is_correct(self) -> bool:
         """Whether the cause is the known one."""
         return str(self.diagnosis.cause) == self.known_cause
 
     @property
-    def right_sharded(self) -> bool:
+    def sharding_is_correct(self) -> bool:
         """Whether the answer on sharding is the known one."""
         return self.diagnosis.sharded is self.known_sharded
 
     @property
     def certain_and_wrong(self) -> bool:
         """Whether it claims certainty where the cause is another, or not established."""
-        return self.diagnosis.confidence is Confidence.CERTAIN and not self.right_cause
+        return self.diagnosis.confidence is Confidence.CERTAIN and not self.cause_is_correct
 
 
 def score(reports: Sequence[Mapping[str, Any]]) -> list[Score]:
@@ -79,9 +79,9 @@ def table(scores: Sequence[Score]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(one) for one in scores]
-    counted = [one for one in scores if one.counts]
-    causes = sum(one.right_cause for one in counted)
-    sharded = sum(one.right_sharded for one in counted)
+    counted = [one for one in scores if one.is_scored]
+    causes = sum(one.cause_is_correct for one in counted)
+    sharded = sum(one.sharding_is_correct for one in counted)
     wrong = sum(one.certain_and_wrong for one in scores)
     lines += [
         "",
@@ -94,7 +94,7 @@ def table(scores: Sequence[Score]) -> str:
 def _row(one: Score) -> str:
     found = one.diagnosis
     mark = ""
-    if one.known_cause is not None and not one.right_cause:
+    if one.known_cause is not None and not one.cause_is_correct:
         mark = "other cause"
     if one.certain_and_wrong:
         mark = "CERTAIN AND WRONG"

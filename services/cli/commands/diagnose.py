@@ -60,7 +60,7 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which tensor failed, whether sharding was active, why, and what to change."""
-    told = {
+    stated = {
         "model_name": model,
         "heads": [int(n) for n in heads.split(",") if n.strip().isdigit()] if heads else None,
         "ranks": ranks,
@@ -80,10 +80,10 @@ def diagnose(
         "versions": {"torch": torch} if torch else None,
     }
     try:
-        told["device_memory_bytes"] = _size(device_memory, "device_memory")
-        told["host_memory_bytes"] = _size(host_memory, "host_memory")
+        stated["device_memory_bytes"] = _size(device_memory, "device_memory")
+        stated["host_memory_bytes"] = _size(host_memory, "host_memory")
         content, log = _read(source)
-        case = Case.from_dict({**content, **{k: v for k, v in told.items() if v is not None}})
+        case = Case.from_dict({**content, **{k: v for k, v in stated.items() if v is not None}})
         diagnosis = diagnose_case(case, log=log)
     except InvalidInput as error:
         _refuse(error, as_json=as_json)

@@ -41,9 +41,9 @@ def read(**case: Any) -> Diagnosis:
     return diagnose(Case.from_dict(case))
 
 
-def message(asked: str, allocated: str, *, total: str = "39.39 GiB", rest: str = "") -> str:
+def message(requested: str, allocated: str, *, total: str = "39.39 GiB", rest: str = "") -> str:
     return (
-        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total "
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {requested}. GPU 0 has a total "
         f"capacity of {total}{rest}. Of the allocated memory {allocated} is allocated by PyTorch"
     )
 
@@ -54,13 +54,13 @@ def scores() -> list[Score]:
 
 
 def test_nine_of_ten_firm_reports_get_their_cause(scores: list[Score]) -> None:
-    counted = [one for one in scores if one.counts]
-    assert sum(one.right_cause for one in counted) >= 0.9 * len(counted), table(scores)
+    counted = [one for one in scores if one.is_scored]
+    assert sum(one.cause_is_correct for one in counted) >= 0.9 * len(counted), table(scores)
 
 
 def test_nine_of_ten_firm_reports_get_sharding_right(scores: list[Score]) -> None:
-    counted = [one for one in scores if one.counts]
-    assert sum(one.right_sharded for one in counted) >= 0.9 * len(counted), table(scores)
+    counted = [one for one in scores if one.is_scored]
+    assert sum(one.sharding_is_correct for one in counted) >= 0.9 * len(counted), table(scores)
 
 
 def test_no_report_is_certain_and_wrong(scores: list[Score]) -> None:
@@ -340,7 +340,7 @@ def test_cases_put_together_at_random_never_raise() -> None:
     values["log"] += [sample["message"] for sample in SAMPLES]
     for _ in range(400):
         case = {name: chance.choice(v) for name, v in values.items() if chance.random() < 0.5}
-        assert json.dumps(read(**case).to_json())
+        assert json.dumps(read(**case).to_dict())
 
 
 def test_predictions_never_stand_without_a_reason(scores: list[Score]) -> None:

@@ -182,12 +182,12 @@ def test_the_message_as_torch_prints_it_leads_to_the_same_answer(golden: Diagnos
 
 def test_a_progress_bar_in_the_log_decides(golden: Diagnosis) -> None:
     bar = "  0%|          | 1/1250 [00:21<7:24:11, 21.34s/it]\n"
-    told = diagnose(Case.from_dict({**CASE, "log": bar + CASE["log"]}))
-    assert (told.cause, told.confidence) == (Cause.FP32_UPCAST, Confidence.LIKELY)
+    stated = diagnose(Case.from_dict({**CASE, "log": bar + CASE["log"]}))
+    assert (stated.cause, stated.confidence) == (Cause.FP32_UPCAST, Confidence.LIKELY)
     assert golden.cause is Cause.UNDECIDED
 
 
 def test_a_told_accumulation_of_one_excludes_whole_gradients() -> None:
-    told = diagnose(Case.from_dict({**CASE, "gradient_accumulation_steps": 1}))
-    left = [h for h in told.hypotheses if h.strength is not Strength.EXCLUDED]
+    stated = diagnose(Case.from_dict({**CASE, "gradient_accumulation_steps": 1}))
+    left = [h for h in stated.hypotheses if h.strength is not Strength.EXCLUDED]
     assert not any("no_sync" in h.what for h in left)

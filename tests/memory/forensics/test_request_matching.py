@@ -120,8 +120,8 @@ def test_a_zero_bucket_is_recognised_where_zero_runs() -> None:
 def test_every_layer_of_every_rank_count_is_found_again() -> None:
     for ranks in (2, 3, 4, 6, 7, 8, 16):
         size = -(-LLAMA_7B.layers[0].elements // ranks) * 4
-        asked = Rounding().driver_request(size)
-        if asked >= GIB:
+        requested = Rounding().driver_request(size)
+        if requested >= GIB:
             continue
-        candidates = matched(f"{asked / MIB:.2f} MiB", LLAMA_7B, ranks=ranks)
+        candidates = matched(f"{requested / MIB:.2f} MiB", LLAMA_7B, ranks=ranks)
         assert any(c.size_bytes == size and c.match is Match.EXACT for c in candidates)

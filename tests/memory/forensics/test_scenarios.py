@@ -48,12 +48,12 @@ def failure(way: str, job: tuple, share: float) -> Diagnosis | None:
     crossing = planned.first_past(int(planned.peak_bytes * share))
     if crossing is None or crossing.request_bytes < 10 * MIB:
         return None
-    asked = Rounding().driver_request(crossing.request_bytes)
-    total = printed(crossing.allocated_bytes + asked + 2 * GIB)
+    requested = Rounding().driver_request(crossing.request_bytes)
+    total = printed(crossing.allocated_bytes + requested + 2 * GIB)
     return diagnose(
         Case.from_dict(
             {
-                "log": f"CUDA out of memory. Tried to allocate {printed(asked)}. GPU 0 has a total "
+                "log": f"CUDA out of memory. Tried to allocate {printed(requested)}. GPU 0 has a total "
                 f"capacity of {total}. Of the allocated memory {printed(crossing.allocated_bytes)} is "
                 "allocated by PyTorch",
                 "model_name": model,

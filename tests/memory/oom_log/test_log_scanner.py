@@ -89,8 +89,8 @@ def test_a_message_broken_over_prefixed_lines_reads_like_the_whole_one(sample: d
     broken = the_message("\n".join(lines))
     whole = read_message(sample["message"])
     assert whole is not None
-    assert (broken.numbers, broken.free, broken.others) == (
-        whole.numbers,
+    assert (broken.identity, broken.free, broken.others) == (
+        whole.identity,
         whole.free,
         whole.others,
     )
@@ -99,14 +99,14 @@ def test_a_message_broken_over_prefixed_lines_reads_like_the_whole_one(sample: d
 
 def test_a_message_broken_inside_words_by_a_narrow_terminal_is_put_together() -> None:
     narrow = "\n".join(F4[at : at + 80] for at in range(0, len(F4), 80))
-    assert the_message(narrow).numbers == the_message(F4).numbers
+    assert the_message(narrow).identity == the_message(F4).identity
 
 
 def test_lines_of_other_ranks_in_between_are_left_out() -> None:
     first, second = F4.split(" GPU 0")
     log = f"[rank1]: {first}\n[rank2]: Traceback (most recent call last):\n[rank1]: GPU 0{second}"
     message = the_message(log)
-    assert (message.rank, message.numbers) == (1, the_message(F4).numbers)
+    assert (message.rank, message.identity) == (1, the_message(F4).identity)
 
 
 def test_eight_ranks_that_fail_alike_are_one_message_of_eight_ranks() -> None:
@@ -132,13 +132,13 @@ def test_a_hundred_megabytes_of_log_are_read_in_bounded_memory() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert reading.primary is not None
-    assert reading.primary.numbers == the_message(f"torch.OutOfMemoryError: {F4}").numbers
+    assert reading.primary.identity == the_message(f"torch.OutOfMemoryError: {F4}").identity
     assert peak < 16 << 20
 
 
 def test_a_message_across_the_border_of_two_blocks_is_found() -> None:
     for before in range((1 << 20) - len(F4), (1 << 20) + 1, 97):
-        assert the_message("x" * before + "\n" + F4).numbers == the_message(F4).numbers
+        assert the_message("x" * before + "\n" + F4).identity == the_message(F4).identity
 
 
 def test_a_device_failure_outranks_the_kills_and_time_outs_that_follow_it() -> None:
@@ -164,7 +164,7 @@ def test_the_traceback_and_the_progress_bar_before_a_message_are_read() -> None:
         f"torch.OutOfMemoryError: {F4}\n"
     )
     reading = read_log(log)
-    assert reading.finished_steps == 1
+    assert reading.completed_steps == 1
     assert {Site.OPTIMIZER, Site.FOREACH} <= set(reading.sites)
 
 
@@ -214,7 +214,7 @@ def test_a_log_without_a_failure_gives_no_message(log: str | bytes) -> None:
 
 
 def test_a_log_in_sixteen_bit_text_is_read() -> None:
-    assert the_message(F4.encode("utf-16")).numbers == the_message(F4).numbers
+    assert the_message(F4.encode("utf-16")).identity == the_message(F4).identity
 
 
 def test_a_log_that_only_repeats_trigger_words_is_passed_in_bounded_time() -> None:
@@ -271,15 +271,15 @@ def test_accounts_subtract_what_torch_holds_from_the_card() -> None:
 
 def test_a_process_sentence_tells_other_processes_apart() -> None:
     accounts = read_accounts(the_message(BY_FORMAT["F3"]))
-    assert accounts.elsewhere_bytes == pytest.approx(306 << 20, abs=16 << 20)
+    assert accounts.other_processes_bytes == pytest.approx(306 << 20, abs=16 << 20)
 
 
 def test_in_a_container_the_largest_other_process_is_the_job_itself() -> None:
     accounts = read_accounts(the_message(BY_FORMAT["F4-container"]))
-    assert accounts.elsewhere_bytes in (None, 0)
+    assert accounts.other_processes_bytes in (None, 0)
 
 
 def test_an_overflowed_process_size_is_not_believed() -> None:
     accounts = read_accounts(the_message(BY_FORMAT["F4-wsl"]))
-    assert accounts.elsewhere_bytes is None
+    assert accounts.other_processes_bytes is None
     assert accounts.outside_bytes is not None

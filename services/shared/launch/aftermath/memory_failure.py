@@ -47,7 +47,7 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
 from services.shared.memory.forensics.diagnosis import Cause
-from services.shared.memory.forensics.remedies import cured_by_recipe
+from services.shared.memory.forensics.remedies import fixed_by_smaller_recipe
 from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT, alternatives
 from services.shared.memory.planning.frozen_teacher import Beside, Placement
 from services.shared.memory.recipe import Engine
@@ -201,7 +201,7 @@ def _remedies(
     proposed = diagnosis["remedies"]
     yield from (remedy for remedy in proposed if not remedy["changes"])
     machine = machine_of(claim.spec, settings)
-    if not cured_by_recipe(Cause(diagnosis["cause"]), device=machine.device.name):
+    if not fixed_by_smaller_recipe(Cause(diagnosis["cause"]), device=machine.device.name):
         return
     for offer in alternatives(job.model, job.recipe, machine, teacher=job.beside):
         changes = to_spec_changes(offer.changes, job.recipe)

@@ -62,7 +62,7 @@ def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
     if values["parameters"].size_bytes == 2 or evidence.precision.mixed:
         half = Precision.FLOAT16 if _half_is_float16(evidence) else Precision.BFLOAT16
         values["compute"] = values["reduce"] = half
-    elif _told_parameters(evidence) is Precision.FLOAT32 and not evidence.precision.mixed:
+    elif _stated_parameters(evidence) is Precision.FLOAT32 and not evidence.precision.mixed:
         values["compute"] = values["reduce"] = values["checkpoint"] = Precision.FLOAT32
     return Recipe(**{**values, **changes})
 
@@ -70,8 +70,8 @@ def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
 def _offload(evidence: Evidence) -> Offload:
     if not evidence.offloads:
         return Offload.NONE
-    told = f"{evidence.case.offload or ''} {evidence.case.sharding_strategy or ''}".lower()
-    only_state = "optim" in told and "param" not in told and "all" not in told.split()
+    stated = f"{evidence.case.offload or ''} {evidence.case.sharding_strategy or ''}".lower()
+    only_state = "optim" in stated and "param" not in stated and "all" not in stated.split()
     return Offload.OPTIMIZER if only_state else Offload.ALL
 
 
@@ -85,17 +85,17 @@ def default_implementation(evidence: Evidence) -> OptimizerImpl:
 
 def torch_version(evidence: Evidence) -> tuple[int, int] | None:
     """Return major and minor version of torch, where the case tells them."""
-    told = re.search(r"([0-9]+)\.([0-9]+)", str(evidence.case.versions.get("torch", "")))
-    return (int(told[1]), int(told[2])) if told else None
+    stated = re.search(r"([0-9]+)\.([0-9]+)", str(evidence.case.versions.get("torch", "")))
+    return (int(stated[1]), int(stated[2])) if stated else None
 
 
-def _told_parameters(evidence: Evidence) -> Precision | None:
+def _stated_parameters(evidence: Evidence) -> Precision | None:
     return evidence.case.parameters or evidence.precision.parameters
 
 
 def state_precision(evidence: Evidence) -> Precision:
     """Return what parameters are stored in: as told, else float32, as mixed precision keeps them."""
-    return _told_parameters(evidence) or Precision.FLOAT32
+    return _stated_parameters(evidence) or Precision.FLOAT32
 
 
 def _half_is_float16(evidence: Evidence) -> bool:
@@ -114,7 +114,7 @@ def hardware_of(evidence: Evidence, *, ranks: int | None = None) -> Hardware | N
         return None
     known = DEVICES.get(evidence.device or "")
     outside = evidence.accounts.outside_bytes
-    if outside is not None and evidence.accounts.intruder_bytes == 0:
+    if outside is not None and evidence.accounts.foreign_bytes == 0:
         reserve = outside
     else:
         reserve = known.reserve_bytes if known else int(_RESERVE_SHARE * card)
@@ -129,7 +129,7 @@ def hardware_of(evidence: Evidence, *, ranks: int | None = None) -> Hardware | N
 
 
 def _least_card(evidence: Evidence) -> int | None:
-    allocated, asked = evidence.accounts.allocated_bytes, evidence.accounts.requested_bytes
-    if allocated is None or asked is None:
+    allocated, requested = evidence.accounts.allocated_bytes, evidence.accounts.requested_bytes
+    if allocated is None or requested is None:
         return None
-    return int((allocated + asked) / (1 - _RESERVE_SHARE))
+    return int((allocated + requested) / (1 - _RESERVE_SHARE))

@@ -29,7 +29,7 @@ class Accounts:
     free_bytes: int | None = None
     allowed_bytes: int | None = None
     outside_bytes: int | None = None
-    elsewhere_bytes: int | None = None  # known to belong to other processes
+    other_processes_bytes: int | None = None  # known to belong to other processes
     usual_outside_bytes: int = USUAL_OUTSIDE_BYTES  # context and collectives of this kind of card
 
     @property
@@ -40,17 +40,17 @@ class Accounts:
         return self.total_bytes - self.outside_bytes
 
     @property
-    def intruder_bytes(self) -> int:
+    def foreign_bytes(self) -> int:
         """Return what is on the card beyond this process and its usual overhead.
 
         Less than a gibibyte is the print's rounding, or another context; it counts as nothing.
         """
         beyond = max(0, (self.outside_bytes or 0) - self.usual_outside_bytes)
-        intruder = max(self.elsewhere_bytes or 0, beyond)
-        return intruder if intruder >= GIB else 0
+        foreign = max(self.other_processes_bytes or 0, beyond)
+        return foreign if foreign >= GIB else 0
 
     @property
-    def fits_when_packed(self) -> bool | None:
+    def fits_if_defragmented(self) -> bool | None:
         """Tell whether the request fits beside what is allocated if no byte is fragmented."""
         if self.usable_bytes is None or self.allocated_bytes is None:
             return None
@@ -82,7 +82,7 @@ def read_accounts(
         free_bytes=free,
         allowed_bytes=bytes_of(message.allowed),
         outside_bytes=outside,
-        elsewhere_bytes=_elsewhere(message, total, free, torch_bytes),
+        other_processes_bytes=_elsewhere(message, total, free, torch_bytes),
         usual_outside_bytes=max(USUAL_OUTSIDE_BYTES, usual_outside_bytes),
     )
 

@@ -13,21 +13,21 @@ from services.shared.memory.forensics.diagnosis import (
     Sharded,
     Strength,
 )
-from services.shared.memory.forensics.evidence import Evidence, gather
+from services.shared.memory.forensics.evidence import Evidence, gather_evidence
 from services.shared.memory.forensics.free_text import FailurePhase
-from services.shared.memory.forensics.remedies import propose
+from services.shared.memory.forensics.remedies import propose_remedies
 from services.shared.memory.forensics.request_matching import (
     Candidate,
     Match,
     Role,
     Rounding,
-    says_nothing,
+    is_segment_size,
 )
-from services.shared.memory.forensics.rules import from_evidence
+from services.shared.memory.forensics.rules import hypotheses_from_rules
 from services.shared.memory.forensics.rules_from_signals import ROOT_GATHERED
-from services.shared.memory.forensics.scenarios import from_timelines, plan_with
+from services.shared.memory.forensics.scenarios import hypotheses_from_timelines, plan_with
 from services.shared.memory.forensics.sharding_verdict import judge_sharding
-from services.shared.memory.forensics.state_size import Needs, PlannedPeaks, needs_of
+from services.shared.memory.forensics.state_size import Needs, PlannedPeaks, compute_needs
 from services.shared.memory.oom_log.log_scanner import LogReading
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 from services.shared.memory.oom_log.message_parser import PrintedSize
@@ -101,12 +101,14 @@ def planned_candidates(evidence: Evidence) -> tuple[Candidate, ...]:
         evidence.log.power2_divisions,
     )
     planned = plan_with(evidence)
-    if planned is None or says_nothing(message.requested, rounding):
+    if planned is None or is_segment_size(message.requested, rounding):
         return ()
     names: dict[tuple[Role, int], dict[str, None]] = {}
     for point in planned.timeline:
         for moment in point.rising:
-            if moment.request_bytes and _prints(moment.request_bytes, message.requested, rounding):
+            if moment.request_bytes and _would_print(
+                moment.request_bytes, message.requested, rounding
+            ):
                 role = Role.PARAMETERS if moment.what.startswith(_BUFFERS) else Role.ACTIVATION
                 named = names.setdefault((role, moment.request_bytes), {})
                 named[f"{moment.what} ({point.phase})"] = None
@@ -118,11 +120,11 @@ def planned_candidates(evidence: Evidence) -> tuple[Candidate, ...]:
     )
 
 
-def _prints(request_bytes: int, asked: PrintedSize, rounding: Rounding) -> bool:
+def _would_print(request_bytes: int, requested: PrintedSize, rounding: Rounding) -> bool:
     if rounding.backend is Backend.HOST:
         # The timeline counts in blocks of the device's allocator; the host asks for exact bytes.
-        return rounded(asked.size_bytes) == request_bytes
-    return asked.covers(rounding.driver_request(request_bytes))
+        return rounded(requested.size_bytes) == request_bytes
+    return requested.covers(rounding.driver_request(request_bytes))
 
 
 def _joined(names: list[str]) -> str:
@@ -151,9 +153,9 @@ def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
     streamed from a file stands in for the case's own text. Raises InvalidInput for a `model` that
     cannot exist, naming its field.
     """
-    evidence = _with_planned_requests(gather(case, log))
-    needs = needs_of(evidence)
-    hypotheses = _weighed(evidence, needs)
+    evidence = _with_planned_requests(gather_evidence(case, log))
+    needs = compute_needs(evidence)
+    hypotheses = _rank_hypotheses(evidence, needs)
     cause, confidence = _verdict(hypotheses)
     sharded, shown = _sharding(evidence, cause)
     undecided = confidence is Confidence.UNDECIDED
@@ -167,7 +169,7 @@ def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
         request=evidence.candidates,
         hypotheses=hypotheses,
         next_measurement=next_measurement(evidence, needs, hypotheses) if undecided else None,
-        remedies=propose(evidence, needs, cause, hypotheses),
+        remedies=propose_remedies(evidence, needs, cause, hypotheses),
         notes=_notes(evidence, needs),
         needs=needs,
         planned=_planned_peaks(evidence),
@@ -180,19 +182,21 @@ def _with_planned_requests(evidence: Evidence) -> Evidence:
     return replace(evidence, candidates=(*evidence.candidates, *named)) if named else evidence
 
 
-def _weighed(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
+def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
     """Return all explanations, the strongest first; equals stay in the order of their authority."""
-    told = tuple(_optimizer_or_capacity(evidence, needs, h) for h in from_evidence(evidence, needs))
-    computed = from_timelines(evidence)
+    stated = tuple(
+        _optimizer_or_capacity(evidence, needs, h) for h in hypotheses_from_rules(evidence, needs)
+    )
+    computed = hypotheses_from_timelines(evidence)
     if computed:
-        told = tuple(h for h in told if h.cause not in _COUNTED and h.what != ROOT_GATHERED)
+        stated = tuple(h for h in stated if h.cause not in _COUNTED and h.what != ROOT_GATHERED)
         surviving = {h.cause for h in computed if h.strength is not Strength.EXCLUDED}
         if len(surviving) == 1:
-            computed = tuple(_raised(h) for h in computed)
-    return tuple(sorted((*told, *computed), key=lambda h: -h.strength))
+            computed = tuple(_promoted_to_likely(h) for h in computed)
+    return tuple(sorted((*stated, *computed), key=lambda h: -h.strength))
 
 
-def _raised(hypothesis: Hypothesis) -> Hypothesis:
+def _promoted_to_likely(hypothesis: Hypothesis) -> Hypothesis:
     """Believe a survivor without a rival cause, unless it needs something that nobody told."""
     if hypothesis.strength is not Strength.POSSIBLE or hypothesis.objections:
         return hypothesis
@@ -205,7 +209,7 @@ def _optimizer_or_capacity(
     """Blame the update's temporaries only where the job fits without them."""
     if hypothesis.cause is not Cause.OPTIMIZER_TEMPORARIES:
         return hypothesis
-    text = _crowded_without(evidence, needs)
+    text = _lacks_room_without(evidence, needs)
     if text is None:
         return hypothesis
     return replace(
@@ -216,7 +220,7 @@ def _optimizer_or_capacity(
     )
 
 
-def _crowded_without(evidence: Evidence, needs: Needs | None) -> str | None:
+def _lacks_room_without(evidence: Evidence, needs: Needs | None) -> str | None:
     """Say how the job crowds the card even without temporaries, or None where it does not."""
     without = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED)
     if without is not None:
@@ -259,7 +263,7 @@ def _notes(evidence: Evidence, needs: Needs | None) -> tuple[str, ...]:
     notes += [f"the log says that {note}" for note in sorted(evidence.log.notes)]
     message = evidence.message
     if message is not None and message.requested is not None:
-        if says_nothing(message.requested, Rounding(message.backend)):
+        if is_segment_size(message.requested, Rounding(message.backend)):
             notes.append(
                 "the printed request is the size of a segment: every small tensor asks for it"
             )

@@ -15,8 +15,8 @@ from services.shared.memory.forensics.device_accounts import Accounts, read_acco
 from services.shared.memory.forensics.free_text import (
     FailurePhase,
     Framework,
-    PrecisionWords,
-    Strategy,
+    PrecisionSettings,
+    ShardingSettings,
     read_device,
     read_optimizer,
     read_phase,
@@ -56,8 +56,8 @@ class Evidence:
     log: LogReading
     message: Message | None
     accounts: Accounts
-    strategy: Strategy
-    precision: PrecisionWords
+    strategy: ShardingSettings
+    precision: PrecisionSettings
     phase: FailurePhase | None
     sites: tuple[Site, ...]
     shapes: tuple[Shape, ...]
@@ -70,8 +70,8 @@ class Evidence:
     @property
     def framework(self) -> Framework | None:
         """Who was configured to distribute the training, else whose code the traceback shows."""
-        told = self.case.framework or self.strategy.framework
-        return told or (Framework(self.log.engine) if self.log.engine else None)
+        stated = self.case.framework or self.strategy.framework
+        return stated or (Framework(self.log.engine) if self.log.engine else None)
 
     @property
     def sharding(self) -> Sharding | None:
@@ -81,10 +81,12 @@ class Evidence:
     @property
     def ranks(self) -> int | None:
         """Number of ranks; one where the words say that there is one card."""
-        return self.case.ranks or (1 if self.framework is Framework.NONE and self._alone else None)
+        return self.case.ranks or (
+            1 if self.framework is Framework.NONE and self._single_device else None
+        )
 
     @property
-    def _alone(self) -> bool:
+    def _single_device(self) -> bool:
         words = (self.case.sharding_strategy or "").lower()
         return bool(re.search(r"\bone (?:gpu|card)|single", words))
 
@@ -103,8 +105,8 @@ class Evidence:
     @property
     def offloads(self) -> bool:
         """Whether parameters or optimizer state were meant to lie in host memory."""
-        told = (self.case.offload or "").strip().lower()
-        return self.strategy.offload or told not in ("", "none", "false", "no")
+        stated = (self.case.offload or "").strip().lower()
+        return self.strategy.offload or stated not in ("", "none", "false", "no")
 
     @property
     def replicates(self) -> bool:
@@ -128,7 +130,7 @@ class Evidence:
         )
 
 
-def gather(case: Case, log: LogReading | None = None) -> Evidence:
+def gather_evidence(case: Case, log: LogReading | None = None) -> Evidence:
     """Return the evidence of `case`: words understood, log read, request matched.
 
     A `log` that was already read stands in for the case's own text.
@@ -137,8 +139,8 @@ def gather(case: Case, log: LogReading | None = None) -> Evidence:
     message = log.primary
     precision = read_precision(case.precision or "")
     strategy = read_strategy("; ".join(t for t in (case.sharding_strategy, case.offload) if t))
-    device, told_memory = read_device(case.device or "")
-    total = case.device_memory_bytes or told_memory
+    device, stated_memory = read_device(case.device or "")
+    total = case.device_memory_bytes or stated_memory
     accounts = _accounts(message, total, device)
     sites = log.sites + sites_in(" ".join(t for t in (case.phase, case.sharding_strategy) if t))
     optimizer, implementation = read_optimizer(case.optimizer or "")
@@ -171,13 +173,13 @@ def _accounts(message: Message | None, total: int | None, device: str | None) ->
 
 
 def _phase(case: Case, sites: tuple[Site, ...]) -> FailurePhase | None:
-    told = read_phase(case.phase or "")
-    if told not in (None, FailurePhase.TRAIN):
-        return told
+    stated = read_phase(case.phase or "")
+    if stated not in (None, FailurePhase.TRAIN):
+        return stated
     for phase, known in _PHASE_OF_SITES:
         if any(site in sites for site in known):
             return phase
-    return told
+    return stated
 
 
 _PHASE_OF_SITES = (
@@ -192,28 +194,28 @@ _PHASE_OF_SITES = (
 
 
 def _num_parameters(case: Case) -> int | None:
-    told = case.model.get("num_parameters")
-    if told is None:
+    stated = case.model.get("num_parameters")
+    if stated is None:
         return None
-    if isinstance(told, bool) or not isinstance(told, (int, float)) or not 0 < told < 1e15:
-        raise InvalidInput("model.num_parameters", f"{told!r} is not a number of parameters")
-    return int(told)
+    if isinstance(stated, bool) or not isinstance(stated, (int, float)) or not 0 < stated < 1e15:
+        raise InvalidInput("model.num_parameters", f"{stated!r} is not a number of parameters")
+    return int(stated)
 
 
 def _shapes(case: Case) -> tuple[Shape, ...]:
-    shape = _described(case.model, case.model_name) or find_preset(case.model_name or "-")
+    shape = _shape_from_config(case.model, case.model_name) or find_preset(case.model_name or "-")
     if shape is None:
         return ()
     if case.heads:
         return (shape.with_heads(case.heads),)
     classifier, causal = shape, shape.with_language_head()
-    told = _num_parameters(case)
-    if told is None:
+    stated = _num_parameters(case)
+    if stated is None:
         if _CLASSIFIER.search(f"{case.words} {case.model.get('architectures', '')}"):
             return (classifier,)
         return (causal,) if shape.dims.tied else (causal, classifier)
-    nearest = min((causal, classifier), key=lambda s: abs(s.num_parameters - told))
-    return (nearest,) if abs(nearest.num_parameters - told) <= _SAME_MODEL * told else ()
+    nearest = min((causal, classifier), key=lambda s: abs(s.num_parameters - stated))
+    return (nearest,) if abs(nearest.num_parameters - stated) <= _SAME_MODEL * stated else ()
 
 
 _OUR_NAMES = {
@@ -225,7 +227,7 @@ _OUR_NAMES = {
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-def _described(model: Mapping[str, Any], name: str | None) -> Shape | None:
+def _shape_from_config(model: Mapping[str, Any], name: str | None) -> Shape | None:
     """Return the shape that a config, or the contract's short form of one, describes."""
     if "model_type" in model:
         _check_layers(model.get("num_hidden_layers", 1))

@@ -48,7 +48,7 @@ class FailurePhase(str, Enum):
 
 
 @dataclass(frozen=True)
-class Strategy:
+class ShardingSettings:
     """A sentence on sharding, taken apart; None where it does not say."""
 
     framework: Framework | None = None
@@ -65,10 +65,10 @@ _NOT_SHARDED = re.compile(
 )
 
 
-def read_strategy(text: str) -> Strategy:
+def read_strategy(text: str) -> ShardingSettings:
     """Read words such as "FSDP1 full_shard auto_wrap" or "DeepSpeed ZeRO-2, offload"."""
     low = text.lower()
-    return Strategy(
+    return ShardingSettings(
         framework=_framework(low),
         sharding=_sharding(low),
         offload="offload" in low and not re.search(r"(?:no|without) (?:cpu )?offload", low),
@@ -82,8 +82,8 @@ _SPLIT = re.compile(r"device_map|(?:model|tensor|pipeline|expert)[\s_-]*parallel
 
 
 def _framework(low: str) -> Framework | None:
-    told = _named_framework(low)
-    return None if told in (Framework.DDP, Framework.NONE) and _SPLIT.search(low) else told
+    stated = _named_framework(low)
+    return None if stated in (Framework.DDP, Framework.NONE) and _SPLIT.search(low) else stated
 
 
 def _named_framework(low: str) -> Framework | None:
@@ -119,7 +119,7 @@ def _sharding(low: str) -> Sharding | None:
 
 
 @dataclass(frozen=True)
-class PrecisionWords:
+class PrecisionSettings:
     """What a sentence on precision says of storage and compute."""
 
     parameters: Precision | None = None
@@ -132,7 +132,7 @@ _FLOAT32 = r"fp32|float32|full precision"
 _HALF = r"bf16|bfloat16|fp16|float16|half|2 bytes"
 
 
-def read_precision(text: str) -> PrecisionWords:
+def read_precision(text: str) -> PrecisionSettings:
     """Read words such as "fp32 parameters, fp16 compute" or "GPTQ int4"."""
     low = text.lower()
     quantised = re.search(r"int4|nf4|4[\s-]?bit|gptq|awq|qlora", low)
@@ -145,7 +145,7 @@ def read_precision(text: str) -> PrecisionWords:
         parameters = None if mixed else Precision.BFLOAT16
     elif re.search(rf"\b(?:{_FLOAT32})\b", low) and not re.search(_HALF, low):
         parameters = Precision.FLOAT32
-    return PrecisionWords(
+    return PrecisionSettings(
         parameters=parameters,
         mixed=mixed,
         bits=4 if quantised else 8 if eight else None,
@@ -223,7 +223,7 @@ def _known_device(text: str, memory: int | None) -> str | None:
     return min(kinds, key=lambda kind: abs(DEVICES[kind].memory_bytes - memory))
 
 
-def cards_listed(text: str) -> int | None:
+def count_listed_devices(text: str) -> int | None:
     """Return how many cards a list such as "HCU1-7" holds."""
     found = _CARD_RANGE.search(text)
     if found is None:

@@ -25,7 +25,7 @@ from services.shared.memory.sizes import format_size
 
 _MOST_RECIPES = 6
 # Causes that a smaller recipe cures; the others need a fault removed, not a smaller job.
-_CURED_BY_RECIPE = frozenset(
+_FIXED_BY_SMALLER_RECIPE = frozenset(
     {
         Cause.CAPACITY,
         Cause.OPTIMIZER_TEMPORARIES,
@@ -38,36 +38,36 @@ _CURED_BY_RECIPE = frozenset(
 )
 
 
-def propose(
+def propose_remedies(
     evidence: Evidence, needs: Needs | None, cause: Cause, hypotheses: tuple[Hypothesis, ...]
 ) -> tuple[Remedy, ...]:
     """Return what to change, the fault itself first, with the peak per rank after each change."""
-    remedies = list(_faults(evidence, cause))
+    remedies = list(_direct_fixes(evidence, cause))
     if needs is not None and cause is Cause.HOST_MEMORY:
-        remedies += _host(evidence, needs)
-    if cured_by_recipe(cause, device=evidence.device):
-        remedies += _reduce_each(evidence, hypotheses)
-        remedies += _recipes(evidence)
+        remedies += _host_remedies(evidence, needs)
+    if fixed_by_smaller_recipe(cause, device=evidence.device):
+        remedies += _reduce_every_micro_batch(evidence, hypotheses)
+        remedies += _recipe_remedies(evidence)
     return tuple(remedies)
 
 
-def cured_by_recipe(cause: Cause, *, device: str | None) -> bool:
+def fixed_by_smaller_recipe(cause: Cause, *, device: str | None) -> bool:
     """Say whether a smaller recipe helps: ranks on a CPU have the host's memory for a device's."""
-    return cause in _CURED_BY_RECIPE or (cause is Cause.HOST_MEMORY and device == "cpu")
+    return cause in _FIXED_BY_SMALLER_RECIPE or (cause is Cause.HOST_MEMORY and device == "cpu")
 
 
 def _unplanned(change: str, costs: str) -> Remedy:
     return Remedy(change, None, Verdict.UNKNOWN, costs)
 
 
-def _faults(evidence: Evidence, cause: Cause) -> list[Remedy]:
+def _direct_fixes(evidence: Evidence, cause: Cause) -> list[Remedy]:
     if cause is Cause.NOT_SHARDED:
-        return [_unsharded_fault(evidence)]
-    fault = _FAULTS.get(cause)
+        return [_enable_sharding(evidence)]
+    fault = _DIRECT_FIXES.get(cause)
     return [_unplanned(*fault)] if fault else []
 
 
-_FAULTS: dict[Cause, tuple[str, str]] = {
+_DIRECT_FIXES: dict[Cause, tuple[str, str]] = {
     Cause.CHECKPOINT_GATHER: (
         "save a sharded state dict, or gather on rank 0 only with offload to the CPU",
         "a sharded checkpoint has to be consolidated before others can load it",
@@ -112,17 +112,17 @@ _FAULTS: dict[Cause, tuple[str, str]] = {
 }
 
 
-def _unsharded_fault(evidence: Evidence) -> Remedy:
+def _enable_sharding(evidence: Evidence) -> Remedy:
     planned = plan_with(evidence, engine=Engine.FSDP2, sharding=Sharding.FULL)
     return Remedy(
-        change=_unsharded_change(evidence),
+        change=_sharding_change(evidence),
         predicted_peak_bytes=planned.peak_bytes if planned else None,
         verdict=planned.verdict if planned else Verdict.UNKNOWN,
         costs="none: it is what was meant to happen; layers are gathered as they are needed",
     )
 
 
-def _unsharded_change(evidence: Evidence) -> str:
+def _sharding_change(evidence: Evidence) -> str:
     framework = evidence.framework
     if evidence.precision.full_eval:
         return "switch bf16_full_eval off: it moves the whole model to the card before wrapping"
@@ -145,7 +145,7 @@ def _unsharded_change(evidence: Evidence) -> str:
     )
 
 
-def _host(evidence: Evidence, needs: Needs) -> list[Remedy]:
+def _host_remedies(evidence: Evidence, needs: Needs) -> list[Remedy]:
     remedies = []
     if evidence.offloads and needs.host_bytes:
         remedies.append(
@@ -164,7 +164,9 @@ def _host(evidence: Evidence, needs: Needs) -> list[Remedy]:
     return remedies
 
 
-def _reduce_each(evidence: Evidence, hypotheses: tuple[Hypothesis, ...]) -> list[Remedy]:
+def _reduce_every_micro_batch(
+    evidence: Evidence, hypotheses: tuple[Hypothesis, ...]
+) -> list[Remedy]:
     """Name the cure of whole gradients where they survived as an explanation."""
     if not any("no_sync" in h.what and h.strength is not Strength.EXCLUDED for h in hypotheses):
         return []
@@ -180,7 +182,7 @@ def _reduce_each(evidence: Evidence, hypotheses: tuple[Hypothesis, ...]) -> list
     return [_as_remedy(evidence, planned, change, "one reduction more a micro-batch", {})]
 
 
-def _recipes(evidence: Evidence) -> list[Remedy]:
+def _recipe_remedies(evidence: Evidence) -> list[Remedy]:
     base = _base_recipe(evidence)
     hardware = hardware_of(evidence)
     if base is None or hardware is None or evidence.shape is None:
@@ -190,7 +192,7 @@ def _recipes(evidence: Evidence) -> list[Remedy]:
     except InvalidInput:
         return []
     remedies = [_from_alternative(evidence, offer) for offer in offered[:_MOST_RECIPES]]
-    return remedies + _refused_offload(evidence, base)
+    return remedies + _rejected_offload(evidence, base)
 
 
 def _base_recipe(evidence: Evidence) -> Recipe | None:
@@ -236,7 +238,7 @@ def _one_rank_less(evidence: Evidence, planned: Plan) -> FewerRanks | None:
     return FewerRanks(ranks, fewer.peak_bytes, fewer.verdict)
 
 
-def _refused_offload(evidence: Evidence, base: Recipe) -> list[Remedy]:
+def _rejected_offload(evidence: Evidence, base: Recipe) -> list[Remedy]:
     """Say why offloading everything is no way out where the host does not hold it."""
     planned = plan_with(evidence, **{**vars(base), "offload": Offload.ALL})
     if planned is None or planned.host_verdict is not Verdict.DOES_NOT_FIT:

@@ -157,21 +157,21 @@ def match_request(
     Sizes of 2.00 and 20.00 MiB name a segment and no tensor: for them the result is empty.
     """
     rounding = rounding or Rounding()
-    if says_nothing(requested, rounding):
+    if is_segment_size(requested, rounding):
         return ()
     fixed = (*_parameters(shape, workload), *_activations(shape, workload))
     found = [c for c in fixed if requested.covers(rounding.driver_request(c.size_bytes))]
     sure = Match.EXACT if requested.tolerance_bytes < MIB else Match.WITHIN_ROUNDING
-    candidates = [_surely(c, sure, requested) for c in found]
+    candidates = [_with_match(c, sure, requested) for c in found]
     if not any(c.role is Role.EMBEDDING and c.divided_by == 1 for c in candidates):
         candidates += _grown_vocabulary(requested, shape, rounding, sure)
     if not any(c.tokens for c in candidates):
         candidates += _solved_logits(requested, shape, workload)
         candidates += _solved_scores(requested, shape)
-    return tuple(sorted(candidates, key=_surest_first))
+    return tuple(sorted(candidates, key=_rank_key))
 
 
-def says_nothing(requested: PrintedSize, rounding: Rounding) -> bool:
+def is_segment_size(requested: PrintedSize, rounding: Rounding) -> bool:
     """Tell whether the printed size is one that every small tensor asks for."""
     if rounding.backend in _EXACT_BACKENDS:
         return False
@@ -180,7 +180,7 @@ def says_nothing(requested: PrintedSize, rounding: Rounding) -> bool:
     )
 
 
-def _surely(candidate: Candidate, match: Match, requested: PrintedSize) -> Candidate:
+def _with_match(candidate: Candidate, match: Match, requested: PrintedSize) -> Candidate:
     # A power of two is what round numbers of tokens, heads and widths all multiply to.
     power_of_two = requested.size_bytes & (requested.size_bytes - 1) == 0
     return replace(candidate, match=match, ambiguous=power_of_two)
@@ -190,7 +190,7 @@ _ROLE_ORDER = list(Role)
 _MATCH_ORDER = list(Match)
 
 
-def _surest_first(candidate: Candidate) -> tuple[int, int, int, str]:
+def _rank_key(candidate: Candidate) -> tuple[int, int, int, str]:
     return (
         _MATCH_ORDER.index(candidate.match),
         _ROLE_ORDER.index(candidate.role),

@@ -16,38 +16,38 @@ from services.shared.memory.forensics.state_size import Needs
 Rule = Callable[[Evidence, Needs | None], Hypothesis | None]
 
 
-def from_evidence(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
+def hypotheses_from_rules(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
     """Return the explanations that the evidence speaks for, the most authoritative first."""
     answers = (rule(evidence, needs) for rule in _RULES)
     return tuple(answer for answer in answers if answer is not None)
 
 
-def _symptom(rule: Callable[[Evidence], Hypothesis | None]) -> Rule:
+def _ignoring_needs(rule: Callable[[Evidence], Hypothesis | None]) -> Rule:
     return lambda evidence, _needs: rule(evidence)
 
 
 # What was measured, then who spoke, then what was warned of, then where it stood, then what was
 # asked for, then what is merely consistent with the numbers.
 _RULES: tuple[Rule, ...] = (
-    rules_from_byte_counts.probe_unsharded,
-    _symptom(rules_from_signals.probe_coarse),
-    rules_from_byte_counts.host,
-    _symptom(rules_from_signals.driver),
-    _symptom(rules_from_signals.outside),
-    _symptom(rules_from_signals.card_taken),
-    rules_from_byte_counts.host_loading,
-    rules_from_byte_counts.loading_whole,
-    _symptom(rules_from_signals.upcast),
-    _symptom(rules_from_signals.coarse_warning),
-    rules_from_byte_counts.saving,
-    rules_from_byte_counts.loading_unknown,
-    rules_from_byte_counts.training_unsharded,
-    _symptom(rules_from_signals.activations),
-    _symptom(rules_from_signals.evaluation),
-    _symptom(rules_from_signals.optimizer),
-    _symptom(rules_from_signals.coarse_request),
-    _symptom(rules_from_signals.coarse_policy),
-    _symptom(rules_from_signals.card_shared),
+    rules_from_byte_counts.probe_found_unsharded,
+    _ignoring_needs(rules_from_signals.probe_found_single_unit),
+    rules_from_byte_counts.host_out_of_memory,
+    _ignoring_needs(rules_from_signals.driver_refusal),
+    _ignoring_needs(rules_from_signals.outside_allocator),
+    _ignoring_needs(rules_from_signals.device_mostly_foreign),
+    rules_from_byte_counts.host_memory_while_loading,
+    rules_from_byte_counts.whole_model_while_loading,
+    _ignoring_needs(rules_from_signals.float32_upcast),
+    _ignoring_needs(rules_from_signals.mixed_unit_warning),
+    rules_from_byte_counts.checkpoint_gather,
+    rules_from_byte_counts.unsharded_load,
+    rules_from_byte_counts.unsharded_training,
+    _ignoring_needs(rules_from_signals.activations),
+    _ignoring_needs(rules_from_signals.evaluation_outputs),
+    _ignoring_needs(rules_from_signals.optimizer_temporaries),
+    _ignoring_needs(rules_from_signals.coarse_unit_request),
+    _ignoring_needs(rules_from_signals.single_unit_policy),
+    _ignoring_needs(rules_from_signals.device_partly_foreign),
     rules_from_byte_counts.capacity,
-    _symptom(rules_from_signals.fragmentation),
+    _ignoring_needs(rules_from_signals.fragmentation),
 )

@@ -23,7 +23,7 @@ from services.shared.memory.sizes import format_size
 
 # States of which this share of the card is taken leave no room for a step: what is gathered and
 # the activations of a short micro-batch take at least a third of what a state of that size takes.
-_CROWDED_SHARE = 0.60
+_FULL_STATE_SHARE = 0.60
 
 
 _KILL_CODES = (-9, 137)
@@ -38,7 +38,7 @@ _DEVICE_KINDS = (
 )
 
 
-def probe_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+def probe_found_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """The probe found whole parameters on a rank, or no unit."""
     if not evidence.shards_parameters:
         return None
@@ -52,7 +52,7 @@ def probe_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | Non
     return certain(Cause.NOT_SHARDED, "the wrapped model was not divided", *shown, text)
 
 
-def host(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+def host_out_of_memory(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """The host ran out: a kill, or the host's own allocator."""
     message, case = evidence.message, evidence.case
     reasons = []
@@ -78,7 +78,7 @@ def host(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     return None
 
 
-def host_loading(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+def host_memory_while_loading(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """Loading failed without a word of torch, where only the host can have run out."""
     if evidence.message is not None or evidence.phase is not FailurePhase.LOAD:
         return None
@@ -107,7 +107,7 @@ def _whole_weights_fit(evidence: Evidence, needs: Needs | None) -> bool | None:
     return needs.whole_weights_bytes <= 0.9 * card
 
 
-def saving(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+def checkpoint_gather(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """The full state dict was gathered on the card."""
     failed_clone = Note.CLONE_FAILED in evidence.log.notes
     if evidence.phase is not FailurePhase.SAVE and not failed_clone:
@@ -126,11 +126,15 @@ def saving(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     return likely(Cause.CHECKPOINT_GATHER, "the full state dict on the card", *reasons)
 
 
-def loading_whole(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+def whole_model_while_loading(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """The model went whole onto each card before anything divided it."""
     if not _before_sharding(evidence, needs):
         return None
-    if evidence.ranks == 1 or host_loading(evidence, needs) or evidence.framework is None:
+    if (
+        evidence.ranks == 1
+        or host_memory_while_loading(evidence, needs)
+        or evidence.framework is None
+    ):
         return None
     if evidence.message is not None and evidence.message.kind not in _DEVICE_KINDS:
         return None
@@ -174,7 +178,7 @@ def _before_sharding(evidence: Evidence, needs: Needs | None) -> bool:
     return _whole_weights_fit(evidence, needs) is False
 
 
-def loading_unknown(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+def unsharded_load(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """A device failure while loading, and nobody said how the job was distributed."""
     if evidence.phase is not FailurePhase.LOAD or evidence.framework is not None or needs is None:
         return None
@@ -188,11 +192,11 @@ def loading_unknown(evidence: Evidence, needs: Needs | None) -> Hypothesis | Non
     return likely(Cause.NOT_SHARDED, "the whole model on every card while loading", text)
 
 
-def training_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+def unsharded_training(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """Every rank held the whole model in training, as configured."""
     whole = evidence.replicates or evidence.framework in (Framework.ZERO1, Framework.ZERO2)
-    told = Note.DATA_PARALLEL in evidence.log.notes or Note.NO_SHARD in evidence.log.notes
-    if evidence.ranks == 1 or not (whole or told):
+    stated = Note.DATA_PARALLEL in evidence.log.notes or Note.NO_SHARD in evidence.log.notes
+    if evidence.ranks == 1 or not (whole or stated):
         return None
     if evidence.phase is FailurePhase.LOAD and Note.ZERO3_INIT_OFF not in evidence.log.notes:
         return None
@@ -243,5 +247,5 @@ def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         f"parameters, gradients and optimizer take {format_size(held)} a rank at "
         f"{needs.bytes_per_parameter} bytes a parameter, of {format_size(card)} usable"
     )
-    make = likely if held >= _CROWDED_SHARE * card else possible
+    make = likely if held >= _FULL_STATE_SHARE * card else possible
     return make(Cause.CAPACITY, what, text)

@@ -23,7 +23,7 @@ _PLENTY = 4
 _FRAGMENTED_SHARE = 0.10
 
 
-def probe_coarse(evidence: Evidence) -> Hypothesis | None:
+def probe_found_single_unit(evidence: Evidence) -> Hypothesis | None:
     """The probe found one unit for the whole model."""
     layers = evidence.shape.num_layers if evidence.shape else 2
     if evidence.case.observed.sharded_units != 1 or layers < 2:
@@ -32,7 +32,7 @@ def probe_coarse(evidence: Evidence) -> Hypothesis | None:
     return likely(Cause.WRAP_TOO_COARSE, "one unit for the whole model", text)
 
 
-def driver(evidence: Evidence) -> Hypothesis | None:
+def driver_refusal(evidence: Evidence) -> Hypothesis | None:
     """The driver refused, below torch, or with memory free."""
     message = evidence.message
     if message is None:
@@ -53,16 +53,16 @@ def driver(evidence: Evidence) -> Hypothesis | None:
 
 def _driver_with_memory_free(evidence: Evidence) -> Hypothesis | None:
     accounts = evidence.accounts
-    free, asked = accounts.free_bytes, accounts.requested_bytes
-    if not free or not asked or free < asked or accounts.allowed_bytes:
+    free, requested = accounts.free_bytes, accounts.requested_bytes
+    if not free or not requested or free < requested or accounts.allowed_bytes:
         return None
-    plenty = free >= max(_PLENTY * asked, asked + GIB)
-    text = f"{format_size(asked)} were refused with {format_size(free)} free on the card"
+    plenty = free >= max(_PLENTY * requested, requested + GIB)
+    text = f"{format_size(requested)} were refused with {format_size(free)} free on the card"
     more = "that is no shortage of memory" if plenty else "the refusal is not explained by size"
     return likely(Cause.DRIVER_LIMIT, "the driver refused with memory free", text, more)
 
 
-def outside(evidence: Evidence) -> Hypothesis | None:
+def outside_allocator(evidence: Evidence) -> Hypothesis | None:
     """Collectives took memory outside of torch's allocator."""
     message = evidence.message
     if message is not None and message.kind is MessageKind.COLLECTIVE:
@@ -77,39 +77,39 @@ def outside(evidence: Evidence) -> Hypothesis | None:
     return None
 
 
-def card_taken(evidence: Evidence) -> Hypothesis | None:
+def device_mostly_foreign(evidence: Evidence) -> Hypothesis | None:
     """Somebody else holds more of the card than torch does."""
-    found = _intruder(evidence)
+    found = _foreign_memory(evidence)
     accounts = evidence.accounts
     held = (accounts.allocated_bytes or 0) + (accounts.cached_bytes or 0)
-    if found is None or accounts.intruder_bytes < held:
+    if found is None or accounts.foreign_bytes < held:
         return None
     return found
 
 
-def card_shared(evidence: Evidence) -> Hypothesis | None:
+def device_partly_foreign(evidence: Evidence) -> Hypothesis | None:
     """Somebody else holds a part of the card that would have sufficed."""
-    return None if card_taken(evidence) else _intruder(evidence)
+    return None if device_mostly_foreign(evidence) else _foreign_memory(evidence)
 
 
-def _intruder(evidence: Evidence) -> Hypothesis | None:
+def _foreign_memory(evidence: Evidence) -> Hypothesis | None:
     accounts = evidence.accounts
-    intruder = accounts.intruder_bytes
-    if not intruder or intruder < (accounts.requested_bytes or 0):
+    foreign = accounts.foreign_bytes
+    if not foreign or foreign < (accounts.requested_bytes or 0):
         return None
     text = (
-        f"{format_size(intruder)} of the card are neither torch's, nor free, nor the usual context "
+        f"{format_size(foreign)} of the card are neither torch's, nor free, nor the usual context "
         "and collective buffers"
     )
-    known = accounts.elsewhere_bytes is not None and accounts.elsewhere_bytes >= GIB
+    known = accounts.other_processes_bytes is not None and accounts.other_processes_bytes >= GIB
     held = (accounts.allocated_bytes or 0) + (accounts.cached_bytes or 0)
-    if known or held < intruder:
+    if known or held < foreign:
         return likely(Cause.OTHER_PROCESS, "another process on the card", text)
     more = "the message cannot say whose: collectives of this process, or another process"
     return likely(Cause.OUTSIDE_ALLOCATOR, "memory outside torch's allocator", text, more)
 
 
-def upcast(evidence: Evidence) -> Hypothesis | None:
+def float32_upcast(evidence: Evidence) -> Hypothesis | None:
     """Parameters were raised to float32."""
     what = "parameters raised to float32"
     if Note.UPCAST in evidence.log.notes:
@@ -123,14 +123,14 @@ def upcast(evidence: Evidence) -> Hypothesis | None:
     if "upcast" in words or re.search(r"cast\w* (?:\w+ ){0,4}(?:to|into) (?:fp32|float32)", words):
         return likely(Cause.FP32_UPCAST, what, "the case itself speaks of an upcast")
     wrapping = evidence.phase is FailurePhase.WRAP and not evidence.precision.full_eval
-    asked = Precision.FLOAT32 in (evidence.case.parameters, evidence.precision.parameters)
-    if wrapping and evidence.precision.mixed and evidence.shards_parameters and not asked:
+    requested = Precision.FLOAT32 in (evidence.case.parameters, evidence.precision.parameters)
+    if wrapping and evidence.precision.mixed and evidence.shards_parameters and not requested:
         text = "mixed precision raises parameters to float32 when the model is wrapped"
         return likely(Cause.FP32_UPCAST, what, text)
     return None
 
 
-def coarse_warning(evidence: Evidence) -> Hypothesis | None:
+def mixed_unit_warning(evidence: Evidence) -> Hypothesis | None:
     """A unit mixes frozen and trainable parameters."""
     if Note.MIXED_REQUIRES_GRAD not in evidence.log.notes:
         return None
@@ -145,16 +145,16 @@ _NO_LAYERS = re.compile(
 )
 
 
-def coarse_policy(evidence: Evidence) -> Hypothesis | None:
+def single_unit_policy(evidence: Evidence) -> Hypothesis | None:
     """The wrap policy, as told, makes one unit of the model."""
-    told = evidence.case.wrap_policy or ""
-    if not evidence.shards_parameters or not _NO_LAYERS.search(told):
+    stated = evidence.case.wrap_policy or ""
+    if not evidence.shards_parameters or not _NO_LAYERS.search(stated):
         return None
-    text = f"the wrap policy is {told[:60]!r}: the whole model is gathered at once"
+    text = f"the wrap policy is {stated[:60]!r}: the whole model is gathered at once"
     return likely(Cause.WRAP_TOO_COARSE, "one unit for the whole model", text)
 
 
-def evaluation(evidence: Evidence) -> Hypothesis | None:
+def evaluation_outputs(evidence: Evidence) -> Hypothesis | None:
     """Without gradients and state, what grows in evaluation is outputs."""
     if evidence.phase is not FailurePhase.EVALUATE:
         return None
@@ -164,14 +164,14 @@ def evaluation(evidence: Evidence) -> Hypothesis | None:
 
 def activations(evidence: Evidence) -> Hypothesis | None:
     """The request is an activation, not a weight."""
-    asked, total = evidence.accounts.requested_bytes, evidence.card_bytes
-    if asked is None or evidence.phase in (FailurePhase.LOAD, FailurePhase.WRAP):
+    requested, total = evidence.accounts.requested_bytes, evidence.card_bytes
+    if requested is None or evidence.phase in (FailurePhase.LOAD, FailurePhase.WRAP):
         return None
     weights = [c for c in evidence.candidates if c.role not in _ACTIVATIONS]
     mine = [c for c in evidence.candidates if c.role in _ACTIVATIONS]
     reasons = [f"it may be {c.what} in {c.dtype}: {format_size(c.size_bytes)}" for c in mine[:1]]
-    if total and asked > total and not weights:
-        text = f"one tensor of {format_size(asked)} is larger than the card, and no weight is"
+    if total and requested > total and not weights:
+        text = f"one tensor of {format_size(requested)} is larger than the card, and no weight is"
         what = "a single activation larger than the card"
         return likely(Cause.LOGITS_OR_ACTIVATIONS, what, text, *reasons)
     what = "logits, scores or other activations"
@@ -184,8 +184,8 @@ def activations(evidence: Evidence) -> Hypothesis | None:
     if given and not sure_weights:
         text = f"the request is {given[0].what}, {given[0].dtype}; no weight has this size"
         return likely(Cause.LOGITS_OR_ACTIVATIONS, what, text)
-    if mine and not weights and asked >= GIB and evidence.phase is not None:
-        text = f"{format_size(asked)} at once, which no weight of the model takes"
+    if mine and not weights and requested >= GIB and evidence.phase is not None:
+        text = f"{format_size(requested)} at once, which no weight of the model takes"
         stands = evidence.phase in (FailurePhase.FORWARD, FailurePhase.BACKWARD)
         make = likely if stands else possible
         return make(Cause.LOGITS_OR_ACTIVATIONS, what, text, *reasons)
@@ -196,7 +196,7 @@ ROOT_GATHERED = "embedding or head gathered with the root unit"
 _ACTIVATIONS = (Role.LOGITS, Role.SCORES, Role.ACTIVATION)
 
 
-def coarse_request(evidence: Evidence) -> Hypothesis | None:
+def coarse_unit_request(evidence: Evidence) -> Hypothesis | None:
     """The request is a unit larger than a layer."""
     if evidence.phase in (FailurePhase.LOAD, FailurePhase.SAVE):
         return None
@@ -212,7 +212,7 @@ def coarse_request(evidence: Evidence) -> Hypothesis | None:
     return likely(Cause.WRAP_TOO_COARSE, ROOT_GATHERED, text)
 
 
-def optimizer(evidence: Evidence) -> Hypothesis | None:
+def optimizer_temporaries(evidence: Evidence) -> Hypothesis | None:
     """The update made temporaries."""
     if evidence.phase is not FailurePhase.OPTIMIZER_STEP and Site.FOREACH not in evidence.sites:
         return None
@@ -231,12 +231,18 @@ def optimizer(evidence: Evidence) -> Hypothesis | None:
 def fragmentation(evidence: Evidence) -> Hypothesis | None:
     """Free blocks inside the allocator would have sufficed in one piece."""
     accounts = evidence.accounts
-    cached, asked, total = accounts.cached_bytes, accounts.requested_bytes, accounts.total_bytes
-    if not cached or not asked or not total or cached < asked or not accounts.fits_when_packed:
+    cached, requested, total = accounts.cached_bytes, accounts.requested_bytes, accounts.total_bytes
+    if (
+        not cached
+        or not requested
+        or not total
+        or cached < requested
+        or not accounts.fits_if_defragmented
+    ):
         return None
     text = (
         f"{format_size(cached)} lie free inside the allocator, more than the "
-        f"{format_size(asked)} requested, and packed together everything would fit"
+        f"{format_size(requested)} requested, and packed together everything would fit"
     )
     make = likely if cached >= _FRAGMENTED_SHARE * total else possible
     return make(Cause.FRAGMENTATION, "no single free block is large enough", text)

@@ -16,12 +16,12 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.case_to_plan import hardware_of, recipe_of, state_precision
 from services.shared.memory.forensics.diagnosis import Cause, Hypothesis, Strength
 from services.shared.memory.forensics.evidence import Evidence
-from services.shared.memory.forensics.free_text import FailurePhase, Framework, cards_listed
-from services.shared.memory.forensics.request_matching import Match, Rounding, says_nothing
+from services.shared.memory.forensics.free_text import FailurePhase, Framework, count_listed_devices
+from services.shared.memory.forensics.request_matching import Match, Rounding, is_segment_size
 from services.shared.memory.forensics.token_solver import (
     TOKENS_GRID,
     TYPICAL_TOKENS,
-    Key,
+    MomentKey,
     Moments,
     Solution,
     find_tokens,
@@ -55,14 +55,16 @@ class Scenario:
     caveat: str = ""
 
 
-def can_compute(evidence: Evidence) -> bool:
+def can_compare_timelines(evidence: Evidence) -> bool:
     """Tell whether the message and the case suffice to hold timelines against each other."""
     shape, message = evidence.shape, evidence.message
     if shape is None or message is None or message.requested is None:
         return False
     sure = any(c.match is Match.EXACT and not c.ambiguous for c in evidence.candidates)
     # No timeline holds the logits of a language model: there the request must be one that is known.
-    complete = not shape.language_head and not says_nothing(message.requested, _rounding(evidence))
+    complete = not shape.language_head and not is_segment_size(
+        message.requested, _rounding(evidence)
+    )
     return (
         message.allocated is not None
         and (sure or complete)
@@ -73,14 +75,14 @@ def can_compute(evidence: Evidence) -> bool:
     )
 
 
-def from_timelines(evidence: Evidence) -> tuple[Hypothesis, ...]:
+def hypotheses_from_timelines(evidence: Evidence) -> tuple[Hypothesis, ...]:
     """Return every scenario of the case as a hypothesis, survivors first.
 
     Empty where the numbers do not suffice, and where no scenario explains the message.
     """
-    if not can_compute(evidence):
+    if not can_compare_timelines(evidence):
         return ()
-    found = [_weigh(evidence, scenario) for scenario in _scenarios(evidence)]
+    found = [_test_scenario(evidence, scenario) for scenario in _scenarios(evidence)]
     found += [wrapped_replica(evidence), no_unit(evidence)]
     answers = [answer for answer in found if answer is not None]
     if not any(answer.strength is not Strength.EXCLUDED for answer in answers):
@@ -90,19 +92,19 @@ def from_timelines(evidence: Evidence) -> tuple[Hypothesis, ...]:
 
 def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
     """Yield the configured way, and the ways a job is known to run differently unnoticed."""
-    case, told = evidence.case, evidence.optimizer_impl
+    case, stated = evidence.case, evidence.optimizer_impl
     single = {"accumulate": 1, "reduce_each": True}
     once = {} if case.accumulate else single
     state = state_precision(evidence)
-    small = {**once, "optimizer_impl": told or OptimizerImpl.FUSED}
-    if told in (None, OptimizerImpl.FUSED, OptimizerImpl.FOR_LOOP):
-        kind = told or OptimizerImpl.FUSED
+    small = {**once, "optimizer_impl": stated or OptimizerImpl.FUSED}
+    if stated in (None, OptimizerImpl.FUSED, OptimizerImpl.FOR_LOOP):
+        kind = stated or OptimizerImpl.FUSED
         yield Scenario(
             f"sharded, {state} state, optimizer without temporaries (fused)",
             _state_cause(evidence),
             {**once, "optimizer_impl": kind},
         )
-    if told in (None, OptimizerImpl.FOREACH):
+    if stated in (None, OptimizerImpl.FOREACH):
         foreach = {**once, "optimizer_impl": OptimizerImpl.FOREACH}
         what = f"sharded, {state} state, multi-tensor (foreach) optimizer"
         yield Scenario(what, Cause.OPTIMIZER_TEMPORARIES, foreach)
@@ -134,7 +136,7 @@ def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
         Cause.WRAP_TOO_COARSE,
         {**small, "wrap": Wrap.ROOT},
     )
-    listed = cards_listed(case.words)
+    listed = count_listed_devices(case.words)
     if listed and listed != evidence.ranks:
         yield Scenario(
             f"sharded over {listed} ranks, the cards that the case lists",
@@ -173,7 +175,7 @@ def _planned(shape: Shape, hardware: Hardware, recipe: Callable[[], Any]) -> Pla
         return None
 
 
-def _weigh(evidence: Evidence, scenario: Scenario) -> Hypothesis | None:
+def _test_scenario(evidence: Evidence, scenario: Scenario) -> Hypothesis | None:
     solutions: list[Solution] = []
     for shape in evidence.shapes:
         solutions += _solve(evidence, scenario, shape)
@@ -189,16 +191,18 @@ def _survivor(
 ) -> Hypothesis | None:
     best = solutions[0]
     key, held = best.key, best.held
-    where = _place(key.phase, key.step, key.layer)
+    where = _moment_name(key.phase, key.step, key.layer)
     reasons = [
         f"{where}: asks for {format_size(held.request)} ({key.what}) with "
-        f"{format_size(held.allocated)} allocated {_at(best)}, and nothing before it needed more"
+        f"{format_size(held.allocated)} allocated {_tokens_text(best)}, and nothing before it needed more"
     ]
     if len(solutions) > 1:
-        others = ", ".join(f"{_at(s)} (layer {s.key.layer})" for s in solutions[1:] if s.tokens)
+        others = ", ".join(
+            f"{_tokens_text(s)} (layer {s.key.layer})" for s in solutions[1:] if s.tokens
+        )
         reasons += [f"also {others}"] if others else []
     objections = [scenario.caveat] if scenario.caveat else []
-    objections += _told_step(evidence, key.step, reasons)
+    objections += _check_stated_step(evidence, key.step, reasons)
     return Hypothesis(
         scenario.cause,
         scenario.what,
@@ -213,27 +217,27 @@ def _survivor(
     )
 
 
-def _at(solution: Solution) -> str:
+def _tokens_text(solution: Solution) -> str:
     return f"at {solution.tokens:,} tokens a rank" if solution.tokens else "whatever the tokens"
 
 
-def _place(phase: Phase, step: int, layer: int | None) -> str:
+def _moment_name(phase: Phase, step: int, layer: int | None) -> str:
     place = f"step {step} {phase}" if step else str(phase)
     return place if layer is None else f"{place}, layer {layer}"
 
 
-def _told_step(evidence: Evidence, step: int, reasons: list[str]) -> list[str]:
+def _check_stated_step(evidence: Evidence, step: int, reasons: list[str]) -> list[str]:
     words = (evidence.case.phase or "").lower()
-    told = evidence.case.step
-    if told is None and "first step" in words:
-        told = 1
-    if told is None or step < 1 or evidence.log.finished_steps is not None:
+    stated = evidence.case.step
+    if stated is None and "first step" in words:
+        stated = 1
+    if stated is None or step < 1 or evidence.log.completed_steps is not None:
         return []  # a progress bar has decided already
-    first = told <= 1
+    first = stated <= 1
     if first == (step == 1):
-        reasons.append(f"fits the told step {told}")
+        reasons.append(f"fits the told step {stated}")
         return []
-    return [f"the case speaks of step {told}, this happens in step {step} or later"]
+    return [f"the case speaks of step {stated}, this happens in step {step} or later"]
 
 
 def _excluded(evidence: Evidence, scenario: Scenario) -> Hypothesis | None:
@@ -241,22 +245,22 @@ def _excluded(evidence: Evidence, scenario: Scenario) -> Hypothesis | None:
     planned = _at_tokens(evidence, scenario, evidence.shapes[0], tokens)
     if planned is None:
         return None
-    asked, allocated = _printed(evidence)
-    crossing = planned.first_past(asked.size_bytes + allocated.size_bytes)
+    requested, allocated = _printed(evidence)
+    crossing = planned.first_past(requested.size_bytes + allocated.size_bytes)
     if crossing is None:
         text = (
             f"its peak, {format_size(planned.peak_bytes)}, is below the refused "
-            f"{format_size(asked.size_bytes + allocated.size_bytes)}"
+            f"{format_size(requested.size_bytes + allocated.size_bytes)}"
         )
         return Hypothesis(scenario.cause, scenario.what, Strength.EXCLUDED, objections=(text,))
     point = crossing.point
-    where = _place(point.phase, point.step, point.layer)
+    where = _moment_name(point.phase, point.step, point.layer)
     text = (
         f"{where}: dies asking {format_size(crossing.request_bytes)} ({crossing.what}) with "
         f"{format_size(crossing.allocated_bytes)} allocated"
     )
-    if not _ever_asks(planned, evidence, asked):
-        text += f"; it never asks for {format_size(asked.size_bytes)}"
+    if not _ever_asks(planned, evidence, requested):
+        text += f"; it never asks for {format_size(requested.size_bytes)}"
     return Hypothesis(
         scenario.cause,
         scenario.what,
@@ -268,8 +272,8 @@ def _excluded(evidence: Evidence, scenario: Scenario) -> Hypothesis | None:
     )
 
 
-def _ever_asks(planned: Plan, evidence: Evidence, asked: PrintedSize) -> bool:
-    return bool(printed_moments(planned.timeline, asked, _rounding(evidence)))
+def _ever_asks(planned: Plan, evidence: Evidence, requested: PrintedSize) -> bool:
+    return bool(printed_moments(planned.timeline, requested, _rounding(evidence)))
 
 
 def _rounding(evidence: Evidence) -> Rounding:
@@ -301,7 +305,7 @@ def _at_tokens(evidence: Evidence, scenario: Scenario, shape: Shape, tokens: int
 
 def _solve(evidence: Evidence, scenario: Scenario, shape: Shape) -> list[Solution]:
     """Return the moments of a scenario that print the message, with the tokens that make them."""
-    asked, allocated = _printed(evidence)
+    requested, allocated = _printed(evidence)
     rounding = _rounding(evidence)
     most = _most_tokens(evidence, TOKENS_GRID[-1])
     grid = sorted({tokens for tokens in (*TOKENS_GRID, most) if tokens <= most})
@@ -316,20 +320,20 @@ def _solve(evidence: Evidence, scenario: Scenario, shape: Shape) -> list[Solutio
 
     def moments_at(tokens: int) -> Moments:
         if tokens not in known:
-            moments = printed_moments(timeline_at(tokens), asked, rounding)
-            known[tokens] = {k: held for k, held in moments.items() if _as_told(evidence, k)}
+            moments = printed_moments(timeline_at(tokens), requested, rounding)
+            known[tokens] = {k: held for k, held in moments.items() if _matches_stated(evidence, k)}
         return known[tokens]
 
     solutions = find_tokens(moments_at, grid, allocated)
     if solutions:
         return solutions
     typical = (timeline_at(TYPICAL_TOKENS), timeline_at(2 * TYPICAL_TOKENS))
-    for ends in scaling_grids(*typical, asked, most=most):
+    for ends in scaling_grids(*typical, requested, most=most):
         solutions += find_tokens(moments_at, ends, allocated)
     return solutions
 
 
-_TOLD_PHASES = {
+_STATED_PHASES = {
     FailurePhase.FORWARD: Phase.FORWARD,
     FailurePhase.BACKWARD: Phase.BACKWARD,
     FailurePhase.OPTIMIZER_STEP: Phase.OPTIMIZER_STEP,
@@ -337,10 +341,10 @@ _TOLD_PHASES = {
 }
 
 
-def _as_told(evidence: Evidence, key: Key) -> bool:
+def _matches_stated(evidence: Evidence, key: MomentKey) -> bool:
     """Tell whether a moment is where the traceback and the progress bar say it failed."""
-    phase = _TOLD_PHASES.get(evidence.phase) if evidence.phase else None
-    finished = evidence.log.finished_steps
+    phase = _STATED_PHASES.get(evidence.phase) if evidence.phase else None
+    finished = evidence.log.completed_steps
     if finished is not None and key.step and (finished == 0) != (key.step == 1):
         return False
     return phase is None or key.phase is phase

@@ -107,7 +107,7 @@ class PlannedPeaks:
         return values
 
 
-def needs_of(evidence: Evidence) -> Needs | None:
+def compute_needs(evidence: Evidence) -> Needs | None:
     """Return what the job needs, or None where the number of parameters is not known."""
     count = evidence.num_parameters
     if not count:

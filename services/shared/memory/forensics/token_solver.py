@@ -30,7 +30,7 @@ _SEGMENT_STEP = 2 * MIB  # large requests are rounded up to multiples of it
 _COARSEST_ROUNDING = 20 * MIB  # the allocator's rounding adds less than a large segment
 
 
-class Key(NamedTuple):
+class MomentKey(NamedTuple):
     """What makes a moment the same one for another number of tokens."""
 
     step: int
@@ -41,7 +41,7 @@ class Key(NamedTuple):
     ordinal: int = 0  # of moments alike: the update visits a tensor of every layer
 
 
-class Held(NamedTuple):
+class MomentBytes(NamedTuple):
     """Bytes of one moment: allocated, asked for, and the most that was ever alive before."""
 
     allocated: int
@@ -57,36 +57,42 @@ class Solution:
     """
 
     tokens: int | None
-    key: Key
-    held: Held
+    key: MomentKey
+    held: MomentBytes
 
 
-Moments = dict[Key, Held]
+Moments = dict[MomentKey, MomentBytes]
 MomentsAt = Callable[[int], Moments]
 
 
-def printed_moments(timeline: Iterable[Point], asked: PrintedSize, rounding: Rounding) -> Moments:
+def printed_moments(
+    timeline: Iterable[Point], requested: PrintedSize, rounding: Rounding
+) -> Moments:
     """Return the moments of a job's timeline that print the request `asked`."""
-    least = asked.size_bytes - asked.tolerance_bytes - _COARSEST_ROUNDING
-    most = asked.size_bytes + asked.tolerance_bytes
+    least = requested.size_bytes - requested.tolerance_bytes - _COARSEST_ROUNDING
+    most = requested.size_bytes + requested.tolerance_bytes
     found: Moments = {}
-    seen: Counter[Key] = Counter()
+    seen: Counter[MomentKey] = Counter()
     before = 0
     for point in timeline:
         if point.phase in (Phase.EVALUATION, Phase.EXPORT):
             break
         for moment in point.rising:
             live, request = point.base_bytes + moment.live_bytes, moment.request_bytes
-            if least <= request <= most and asked.covers(rounding.driver_request(request)):
-                key = Key(point.step, point.micro_batch, point.phase, point.layer, moment.what)
-                found[key._replace(ordinal=seen[key])] = Held(live - request, request, before)
+            if least <= request <= most and requested.covers(rounding.driver_request(request)):
+                key = MomentKey(
+                    point.step, point.micro_batch, point.phase, point.layer, moment.what
+                )
+                found[key._replace(ordinal=seen[key])] = MomentBytes(
+                    live - request, request, before
+                )
                 seen[key] += 1
             before = max(before, live)
     return found
 
 
 def scaling_grids(
-    one: Iterable[Point], double: Iterable[Point], asked: PrintedSize, *, most: int
+    one: Iterable[Point], double: Iterable[Point], requested: PrintedSize, *, most: int
 ) -> list[tuple[int, int]]:
     """Return the ranges of tokens in which some activation prints the request `asked`.
 
@@ -94,11 +100,11 @@ def scaling_grids(
     asks for depends on the tokens, in proportion.
     """
     scaling = _requests(one) - _requests(double)
-    least = asked.size_bytes - asked.tolerance_bytes - _SEGMENT_STEP
+    least = requested.size_bytes - requested.tolerance_bytes - _SEGMENT_STEP
     grids = set()
     for request in scaling:
         low = max(1, least * TYPICAL_TOKENS // request + 1)
-        high = (asked.size_bytes + asked.tolerance_bytes) * TYPICAL_TOKENS // request
+        high = (requested.size_bytes + requested.tolerance_bytes) * TYPICAL_TOKENS // request
         if TOKENS_GRID[0] <= high <= most and low <= high:
             grids.add((low, high))
     return sorted(grids)
@@ -130,15 +136,15 @@ def find_tokens(
             solutions.setdefault((found.tokens, key.layer, key.ordinal), found)
         if len(solutions) == _MOST_SOLUTIONS:
             break
-    return sorted(solutions.values(), key=_most_usual)
+    return sorted(solutions.values(), key=_distance_from_typical)
 
 
-def _most_usual(solution: Solution) -> int:
+def _distance_from_typical(solution: Solution) -> int:
     return 0 if solution.tokens is None else abs(solution.tokens - TYPICAL_TOKENS)
 
 
 def _constant(
-    key: Key, moments_at: MomentsAt, grid: Sequence[int], allocated: PrintedSize
+    key: MomentKey, moments_at: MomentsAt, grid: Sequence[int], allocated: PrintedSize
 ) -> Solution | None:
     """Return the moment where its bytes do not depend on the tokens, as those of the update."""
     lowest, highest = moments_at(grid[0])[key], moments_at(grid[-1]).get(key)
@@ -147,20 +153,20 @@ def _constant(
     return Solution(None, key, lowest) if allocated.covers(lowest.allocated) else None
 
 
-def _limit(held: Held, allocated: PrintedSize) -> int:
+def _limit(held: MomentBytes, allocated: PrintedSize) -> int:
     return allocated.size_bytes + allocated.tolerance_bytes + held.request
 
 
 def _within_reach(
     lowest: Moments, highest: Moments, grid: Sequence[int], allocated: PrintedSize
-) -> list[Key]:
+) -> list[MomentKey]:
     """Return the moments that some number of tokens may bring to `allocated`.
 
     What is alive only grows with the tokens: a moment above the target with the fewest, below it
     with the most, or behind a higher point with the fewest, never prints the message.
     """
     target, slack = allocated.size_bytes, allocated.tolerance_bytes
-    reachable: list[tuple[float, int, Key]] = []
+    reachable: list[tuple[float, int, MomentKey]] = []
     for key, held in lowest.items():
         most = highest[key].allocated if key in highest else target
         if held.allocated > target + slack or most < target - slack:
@@ -173,7 +179,7 @@ def _within_reach(
 
 
 def _tokens_for(
-    key: Key, moments_at: MomentsAt, grid: Sequence[int], allocated: PrintedSize
+    key: MomentKey, moments_at: MomentsAt, grid: Sequence[int], allocated: PrintedSize
 ) -> int | None:
     known = [(tokens, moments_at(tokens)[key]) for tokens in grid if key in moments_at(tokens)]
     for low, high in pairwise(known):
@@ -184,10 +190,10 @@ def _tokens_for(
 
 
 def _between(
-    key: Key,
+    key: MomentKey,
     moments_at: MomentsAt,
-    low: tuple[int, Held],
-    high: tuple[int, Held],
+    low: tuple[int, MomentBytes],
+    high: tuple[int, MomentBytes],
     allocated: PrintedSize,
 ) -> int | None:
     """Search between two numbers of tokens by secants: a moment's bytes are near linear in them."""

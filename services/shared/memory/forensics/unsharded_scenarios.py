@@ -63,8 +63,8 @@ def no_unit(evidence: Evidence) -> Hypothesis | None:
     tokens unknown an activation may have any size.
     """
     assert evidence.message is not None
-    asked, allocated = evidence.message.requested, evidence.message.allocated
-    assert asked is not None
+    requested, allocated = evidence.message.requested, evidence.message.allocated
+    assert requested is not None
     assert allocated is not None
     shape = evidence.shapes[-1]
     whole = shape.num_parameters * 2
@@ -74,7 +74,7 @@ def no_unit(evidence: Evidence) -> Hypothesis | None:
     text = f"a replica alone is {format_size(whole)}, more than was allocated"
     exact = [c for c in evidence.candidates if c.match is Match.EXACT]
     if exact and all(c.role is Role.LAYER and c.divided_by == 1 for c in exact):
-        size = format_size(asked.size_bytes)
+        size = format_size(requested.size_bytes)
         text += (
             f"; and no weight is {size}, nor a bucket of DDP: the largest is {format_size(largest)}"
         )

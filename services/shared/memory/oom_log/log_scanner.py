@@ -18,8 +18,8 @@ from services.shared.memory.oom_log.traceback_sites import (
     Note,
     Site,
     cloned_tensor_in,
+    completed_steps_in,
     engine_in,
-    finished_steps_in,
     notes_in,
     power2_divisions_in,
     sites_in,
@@ -76,7 +76,7 @@ _TRIGGERS = (
     "oom",
 )
 _WITH_ACCOUNTS = (MessageKind.ALLOCATOR, MessageKind.PROSE)
-_ECHOES = (MessageKind.KILLED, MessageKind.CORRUPT_SIZE, MessageKind.COLLECTIVE)
+_SECONDARY_KINDS = (MessageKind.KILLED, MessageKind.CORRUPT_SIZE, MessageKind.COLLECTIVE)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class LogReading:
     ranks: frozenset[int] = frozenset()  # ranks that printed one
     sites: tuple[Site, ...] = ()  # of the first message's traceback, the innermost last
     notes: frozenset[Note] = frozenset()
-    finished_steps: int | None = None
+    completed_steps: int | None = None
     cloned_tensor: str | None = None
     power2_divisions: int | None = None
     engine: str | None = None  # whose code the traceback runs through
@@ -96,8 +96,8 @@ class LogReading:
     @property
     def primary(self) -> Message | None:
         """Return the message that is the cause: the first that is not an echo of another."""
-        told = [m for m in self.messages if m.kind not in _ECHOES]
-        return next(iter(told or self.messages), None)
+        stated = [m for m in self.messages if m.kind not in _SECONDARY_KINDS]
+        return next(iter(stated or self.messages), None)
 
 
 def read_log(source: str | bytes | IO[str] | IO[bytes]) -> LogReading:
@@ -142,7 +142,7 @@ class _Reader:
     ranks: set[int] = field(default_factory=set)
     traces: list[tuple[Message, tuple[Site, ...]]] = field(default_factory=list)
     notes: set[Note] = field(default_factory=set)
-    finished_steps: int | None = None
+    completed_steps: int | None = None
     cloned_tensor: str | None = None
     power2_divisions: int | None = None
     engine: str | None = None
@@ -184,10 +184,10 @@ class _Reader:
         if len(self.traces) < _MOST_TRACEBACKS:
             self.traces.append((message, sites_in(before)))
             self.engine = self.engine or engine_in(before)
-            if self.finished_steps is None:
-                self.finished_steps = finished_steps_in(before)
+            if self.completed_steps is None:
+                self.completed_steps = completed_steps_in(before)
         if len(self.messages) < _MOST_MESSAGES:
-            self.messages.setdefault(message.numbers, message)
+            self.messages.setdefault(message.identity, message)
 
     def finish(self, tail: str) -> LogReading:
         reading = LogReading(
@@ -195,7 +195,7 @@ class _Reader:
             repetitions=self.repetitions,
             ranks=frozenset(self.ranks),
             notes=frozenset(self.notes),
-            finished_steps=self.finished_steps,
+            completed_steps=self.completed_steps,
             cloned_tensor=self.cloned_tensor,
             power2_divisions=self.power2_divisions,
         )

@@ -77,7 +77,7 @@ class Message:
     text: str = ""
 
     @property
-    def numbers(self) -> tuple[object, ...]:
+    def identity(self) -> tuple[object, ...]:
         """Return what makes two printings the same failure, whichever rank printed them."""
         return (self.format_id, self.requested, self.total, self.allocated, self.unallocated)
 

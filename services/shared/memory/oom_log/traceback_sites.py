@@ -169,7 +169,7 @@ def power2_divisions_in(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def finished_steps_in(text: str) -> int | None:
+def completed_steps_in(text: str) -> int | None:
     """Return the count of the last progress bar in `text`: the steps finished before."""
     counts = [int(found[1]) for found in _PROGRESS.finditer(text)]
     return counts[-1] if counts else None
