@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from services.shared.datasets.card import DatasetCard, Head, Split
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.run_directory import Report
+from services.shared.jobs.run_directory import Report, write_json
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.state import Reason
 
@@ -52,3 +57,71 @@ def write_artifact(settings: JobSettings, model_id: str) -> None:
     artifact = settings.model_dir(model_id)
     artifact.mkdir(parents=True)
     (artifact / MANIFEST).write_text("{}")
+
+
+GOOD = ["great", "clean", "kind", "quick", "lovely"]
+BAD = ["dirty", "rude", "slow", "broken", "awful"]
+THINGS = {"hotel": ["room", "bed", "staff"], "book": ["page", "plot", "cover"]}
+REVIEW_HEADS = [
+    Head(name="sentiment", labels=["bad", "good"]),
+    Head(name="topics", type=HeadType.MULTI_LABEL, labels=["book", "hotel"]),
+]
+TINY_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+}
+
+
+def write_review_dataset(
+    directory: Path,
+    rows: dict[Split, int],
+    *,
+    max_words: int,
+    seed: int = 0,
+    heads: list[Head] = REVIEW_HEADS,
+    dataset_id: str = "ds_test",
+) -> Path:
+    """Write a stored dataset whose labels follow from its words; every tenth label is missing.
+
+    `max_words` is the largest number of words that carry the sentiment of a text.
+    """
+    draw = random.Random(seed)
+    directory.mkdir(parents=True)
+    for split, count in rows.items():
+        table: dict[str, list[Any]] = {"text": [], "line": [], "sentiment": [], "topics": []}
+        for line in range(count):
+            label, topics = draw.randrange(2), sorted(draw.sample([0, 1], draw.randrange(3)))
+            words = draw.choices(GOOD if label else BAD, k=draw.randrange(1, max_words + 1))
+            words += [draw.choice(THINGS[["book", "hotel"][topic]]) for topic in topics]
+            draw.shuffle(words)
+            words.append(f"{split} {line}" if seed == 0 else f"{split} {seed} {line}")
+            table["text"].append(" ".join(words))
+            table["line"].append(line + 1)
+            table["sentiment"].append(None if line % 10 == 3 else label)
+            table["topics"].append(None if line % 10 == 7 else topics)
+        known = {"text", "line", *(head.name for head in heads)}
+        types = {
+            "text": pa.string(),
+            "line": pa.int64(),
+            "sentiment": pa.int32(),
+            "topics": pa.list_(pa.int32()),
+        }
+        schema = pa.schema({key: kind for key, kind in types.items() if key in known})
+        columns = {key: values for key, values in table.items() if key in known}
+        pq.write_table(pa.table(columns, schema=schema), directory / f"{split}.parquet")
+    card = DatasetCard(
+        id=dataset_id,
+        name=dataset_id,
+        heads=heads,
+        rows=rows,
+        label_counts={},
+        missing_labels={},
+        sha256="0" * 64,
+    )
+    write_json(directory / "dataset.json", card)
+    return directory

@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 import torch
 
-from services.distiller.corpus import read_lesson
-from services.distiller.objective import matched_layers, plan_objective
-from services.distiller.publish import meet_teacher, publish
+from services.distiller.inputs import read_data
+from services.distiller.objective import build_objective, matched_layers
+from services.distiller.publish import publish, record_teacher
 from services.distiller.signal_file import hash_teacher
 from services.distiller.signals import open_signals, signal_mode
-from services.distiller.student import fill_student, plan_start, teacher_tokenizer
+from services.distiller.student import load_student, plan_student, teacher_tokenizer
 from services.distiller.teacher import place_teacher, planned_placement, read_teacher
 from services.shared.datasets.ingest import read_card
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput, write_json
 from services.shared.jobs.spec import DistillSpec
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.batches import Step, plan_epoch
-from services.shared.model.tokens import choose_heads, collate
+from services.shared.model.tokens import collate, select_heads
 from services.shared.training.checkpoint import loop_state
 from services.shared.training.evaluation import evaluate, predict_split
 from services.shared.training.job_setup import chosen_recipe, shard_model
@@ -39,77 +39,79 @@ from services.shared.training.process import (
 )
 from services.shared.training.progress import Progress
 
-TELL_SECONDS = 2.0  # as often as a worker looks
+PROGRESS_INTERVAL_SECONDS = 2.0  # how often a worker reads the progress
 
 
 def distill(run: RunDirectory, task: RunInput, world: World, position: Position) -> Report:
-    """Train a student on labels and on its teacher's answers; return the report of rank 0."""
+    """Train a student on labels and on its teacher's outputs; return the report of rank 0."""
     assert isinstance(task.spec, DistillSpec)
     assert task.teacher_dir is not None
-    training, recipe, wanted = task.spec.training, chosen_recipe(task), task.spec.distillation
+    training, recipe, spec = task.spec.training, chosen_recipe(task), task.spec.distillation
     budget_tokens = recipe.token_budget(training)
     progress, probe = Progress(run, world, position), MemoryProbe(run, world, position)
 
     progress.phase(Phase.LOADING)
     with probe.phase("load"):
         with blame(Reason.BAD_DATA):
-            heads = choose_heads(read_card(task.dataset_dir), task.spec.heads)
+            heads = select_heads(read_card(task.dataset_dir), task.spec.heads)
         files = read_teacher(task.teacher_dir, heads, max_length=training.max_length)
-        start = plan_start(run, task, files, world)
+        init = plan_student(run, task, files, world)
         with blame(Reason.BAD_DATA):
-            lesson = read_lesson(
+            data = read_data(
                 task,
                 heads,
-                student=start.tokenizer,
-                teacher=teacher_tokenizer(task.spec, start, files),
+                student=init.tokenizer,
+                teacher=teacher_tokenizer(task.spec, init, files),
                 teacher_max_length=files.max_length,
             )
-    train, pad_id = lesson.train.student, start.tokenizer.pad_token_id
+    train, pad_id = data.train.student, init.tokenizer.pad_token_id
     with blame(Reason.BAD_SPEC):
-        objective = plan_objective(lesson, wanted, training, device=world.device)
+        objective = build_objective(heads, data.train.corpus, spec, training, device=world.device)
         matched = matched_layers(
-            wanted,
-            student_layers=start.config.num_hidden_layers,
-            teacher_layers=files.config.num_hidden_layers if files.linear_heads else None,
+            spec,
+            student_layers=init.config.num_hidden_layers,
+            teacher_layers=files.config.num_hidden_layers if files.has_linear_heads else None,
         )
 
     progress.phase(Phase.WRAPPING)
     with probe.phase("wrap"):
         projections = {layer: files.config.hidden_size for layer, _ in matched}
-        student = shard_model(start.config, heads, recipe, world, projections=projections)
+        student = shard_model(init.config, heads, recipe, world, projections=projections)
     probe.check_sharding(student)
     progress.phase(Phase.LOADING, "reading weights")
     with probe.phase("load"):
-        fill_student(student, start, files, seed=training.seed)
+        load_student(student, init, files, seed=training.seed)
         optimizer = build_optimizer(student, training, world)
         probe.watch(student, optimizer)
         state = loop_state.resume(run, task, student, optimizer)
         teacher = place_teacher(
-            files, wanted=planned_placement(run, wanted), recipe=recipe, world=world
+            files, placement=planned_placement(run, spec), recipe=recipe, world=world
         )
 
-    asked = f"asking the {teacher.placement} teacher the held-out texts"
-    progress.phase(Phase.EVALUATING, asked, step=state.step)
-    mode = signal_mode(wanted, hidden=bool(matched))
+    message = f"running the {teacher.placement} teacher on the held-out texts"
+    progress.phase(Phase.EVALUATING, message, step=state.step)
+    mode = signal_mode(spec, hidden=bool(matched))
     tap = [layer for _, layer in matched]
     hashes = None
     if mode != "online" and task.cache_dir is not None and world.is_first:
         hashes = hash_teacher(files.directory)
-    signals = open_signals(task, teacher, hashes, lesson.train, recipe, world, tap=tap)
+    signals = open_signals(task, teacher, hashes, data.train, recipe, world, tap=tap)
     if mode != "online":
-        announced = f"the teacher's answers take {signals.num_bytes / 2**20:.1f} MiB"
-        progress.phase(Phase.EVALUATING, announced)
+        message = f"the teacher's outputs take {signals.num_bytes / 2**20:.1f} MiB"
+        progress.phase(Phase.EVALUATING, message)
     with probe.phase("evaluation"):
-        judged = open_signals(task, teacher, hashes, lesson.judged, recipe, world)
-        stop = judged.fill(asking(progress))
-        fitting = None
-        if stop is None and lesson.fits_thresholds:
-            fitting = judged
-            if lesson.judged is not lesson.validation:
-                fitting = open_signals(task, teacher, hashes, lesson.validation, recipe, world)
-            stop = fitting.fill(asking(progress))
-        record = meet_teacher(teacher, judged, fitting, lesson, world) if stop is None else None
-    del teacher  # its memory is free as soon as all its answers are kept
+        evaluation = open_signals(task, teacher, hashes, data.evaluation, recipe, world)
+        stop = evaluation.fill(report_outputs(progress))
+        validation = None
+        if stop is None and data.fits_thresholds:
+            validation = evaluation
+            if data.evaluation is not data.validation:
+                validation = open_signals(task, teacher, hashes, data.validation, recipe, world)
+            stop = validation.fill(report_outputs(progress))
+        record = None
+        if stop is None:
+            record = record_teacher(teacher, evaluation, validation, data, world)
+    del teacher  # its memory is freed as soon as all its outputs are cached
 
     steps_per_epoch = -(-len(train) // training.batch_size)
     total = max(1, round(training.epochs * steps_per_epoch))
@@ -119,18 +121,18 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
 
     while stop is None:
         due = state.step % evaluate_every == 0 or state.step == total
-        if due and state.step > state.evaluated_step and len(lesson.validation.corpus):
+        if due and state.step > state.evaluated_step and len(data.validation.corpus):
             progress.phase(Phase.EVALUATING)
             with probe.phase("evaluation", step=state.step):
                 logits = predict_split(
                     student,
-                    lesson.validation.student,
+                    data.validation.student,
                     heads,
                     world,
                     budget_tokens=budget_tokens,
                     pad_id=pad_id,
                 )
-            result = evaluate(logits, lesson.validation.student, heads)
+            result = evaluate(logits, data.validation.student, heads)
             progress.evaluation(
                 result, step=state.step, total=total, epoch=state.step / steps_per_epoch
             )
@@ -146,7 +148,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         if not plan or place == 0:
             with blame(Reason.BAD_SPEC):
                 plan = plan_epoch(
-                    lesson.lengths,
+                    data.lengths,
                     budget_tokens=budget_tokens,
                     batch_size=training.batch_size,
                     ranks=world.size,
@@ -154,13 +156,13 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                     epoch=epoch,
                 )
             if (mode == "cached" or (mode == "auto" and epoch > 0)) and not signals.complete:
-                progress.phase(Phase.EVALUATING, "asking the teacher what it has not answered yet")
+                progress.phase(Phase.EVALUATING, "running the teacher on the remaining texts")
                 with probe.phase("evaluation", step=state.step):
-                    stop = signals.fill(asking(progress))
+                    stop = signals.fill(report_outputs(progress))
                 if stop is not None:
                     break
             progress.phase(Phase.TRAINING)
-        began = time.monotonic()
+        started = time.monotonic()
         step, number = plan[place], state.step + 1
         rate = learning_rate(state.step, total, training)
         factors = objective.factors(step, done=state.step / total)
@@ -171,19 +173,19 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         for i, rows in enumerate(step.micro_batches[world.rank]):
             batch = collate(train, rows, pad_id).to(world.device)
             with probe.phase("forward", step=number):
-                answers = signals.for_rows(rows)  # [B, C] by head, and [B, K, H]
-                found = student.module(
+                outputs = signals.for_rows(rows)  # [B, C] by head, and [B, K, H]
+                student_outputs = student.module(
                     batch.input_ids, batch.attention_mask, [layer for layer, _ in matched]
                 )
-                loss = objective.loss(found, answers, batch, factors)
+                loss = objective.loss(student_outputs, outputs, batch, factors)
             optimizer.before_backward(
                 learning_rate=rate, step=state.step, part=i, parts=step.num_micro_batches
             )
             with probe.phase("backward", step=number):
-                # The engine averages gradients over the ranks; the loss is a share of a whole.
+                # The engine averages gradients over the ranks, but the losses of the ranks are to be summed.
                 (loss * world.size).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach()
-            del found, answers, loss
+            del student_outputs, outputs, loss
 
         step_loss, *flags = world.sum([float(loss_sum), *world.stopping.flags()])
         if not math.isfinite(step_loss):
@@ -197,7 +199,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
 
         state.step = number
         state.count(step, train)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         state.time(epoch, seconds)
         progress.step(
             number,
@@ -217,7 +219,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             progress.phase(Phase.TRAINING)
 
     if mode != "online":
-        signals.share()
+        signals.synchronise()
     if stop is not None:
         report = Report(
             outcome="stopped",
@@ -235,11 +237,11 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                 run,
                 task,
                 student,
-                lesson,
+                data,
                 record,
                 world,
                 state,
-                tokenizer=start.tokenizer,
+                tokenizer=init.tokenizer,
                 steps_per_epoch=steps_per_epoch,
                 signals=mode,
             )
@@ -250,14 +252,14 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     return report
 
 
-def asking(progress: Progress) -> Callable[[int, int], None]:
-    """Return what reports now and then how far the teacher is."""
-    told = time.monotonic()
+def report_outputs(progress: Progress) -> Callable[[int, int], None]:
+    """Return a callback that reports the teacher's progress every PROGRESS_INTERVAL_SECONDS."""
+    last_report = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= TELL_SECONDS:
-            told = time.monotonic()
-            progress.phase(Phase.EVALUATING, f"the teacher has answered {done} of {total} texts")
+    def report(done: int, total: int) -> None:
+        nonlocal last_report
+        if time.monotonic() - last_report >= PROGRESS_INTERVAL_SECONDS:
+            last_report = time.monotonic()
+            progress.phase(Phase.EVALUATING, f"the teacher has processed {done} of {total} texts")
 
-    return tell
+    return report

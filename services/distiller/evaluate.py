@@ -1,4 +1,4 @@
-"""The student judged on held-out texts, beside its teacher.
+"""Evaluation of a student against its teacher on held-out texts.
 
 Legend: N texts, C classes of a head. Logits are [N, C] by head.
 """
@@ -30,7 +30,7 @@ def compare(
     calibration: Mapping[str, Calibration],
     teacher_calibration: Mapping[str, Calibration],
 ) -> dict[str, Any]:
-    """Return the evaluation that the gate reads; each side answers by its own thresholds.
+    """Return the evaluation that the gate reads; each model predicts with its own thresholds.
 
     {"heads": {name: {accuracy, macro_f1, classes, confusion, agreement, ece, ...}},
      "teacher": {"heads": {name: {accuracy, macro_f1, ...}}},
@@ -39,60 +39,62 @@ def compare(
     ours, theirs = {}, {}
     for head in heads:
         own, other = calibration.get(head.name), teacher_calibration.get(head.name)
-        answered = _answers(head, student[head.name], own)
-        expected = _answers(head, teacher[head.name], other)
+        predicted = _predict(head, student[head.name], own)
+        expected = _predict(head, teacher[head.name], other)
         truth = labels[head.name]
-        theirs[head.name] = _judge(head, teacher[head.name], expected, truth, other)
-        ours[head.name] = _judge(head, student[head.name], answered, truth, own) | {
-            "agreement": agreement(answered, expected)
+        theirs[head.name] = _head_report(head, teacher[head.name], expected, truth, other)
+        ours[head.name] = _head_report(head, student[head.name], predicted, truth, own) | {
+            "agreement": agreement(predicted, expected)
         }
     return {
         "heads": ours,
         "macro_f1": sum(entry["macro_f1"] for entry in ours.values()) / len(ours),
         "teacher": {"heads": theirs},
         "student_over_teacher": {
-            name: _share(entry["macro_f1"], theirs[name]["macro_f1"])
+            name: _ratio(entry["macro_f1"], theirs[name]["macro_f1"])
             for name, entry in ours.items()
         },
     }
 
 
 def agreement(student: Array, teacher: Array) -> float:
-    """Return the share of texts, labelled or not, that both answer alike: [N] or [N, C]."""
+    """Return the share of texts, labelled or not, with equal predictions: [N] or [N, C]."""
     same = student == teacher
     return float(same.reshape(len(same), -1).all(axis=1).mean()) if len(same) else 0.0
 
 
 @torch.no_grad()
 def single_text_seconds(
-    ask: Callable[..., Mapping[str, torch.Tensor]],
+    classify: Callable[..., Mapping[str, torch.Tensor]],
     tokenizer: Any,
     texts: Sequence[str],
     *,
     max_length: int,
     device: torch.device,
 ) -> float | None:
-    """Return the median time from one text to its logits; None without texts."""
+    """Return the median latency from one text to its logits; None without texts."""
     seconds = []
     chosen = list(texts[:LATENCY_TEXTS])
     for text in chosen[:1] * _WARM_UP + chosen:
-        began = time.perf_counter()
+        started = time.perf_counter()
         ids, mask = pad(encode([text], tokenizer, max_length=max_length)[0], tokenizer.pad_token_id)
-        logits = ask(ids.to(device), mask)
+        logits = classify(ids.to(device), mask)
         for values in logits.values():
-            values.cpu()  # waits for the device
-        seconds.append(time.perf_counter() - began)
+            values.cpu()  # synchronises with the device
+        seconds.append(time.perf_counter() - started)
     return median(seconds[_WARM_UP:]) if chosen else None
 
 
-def _answers(head: Head, logits: Array, calibration: Calibration | None) -> Array:
-    return predict(head, logits, None if calibration is None else calibration.cuts(head))
+def _predict(head: Head, logits: Array, calibration: Calibration | None) -> Array:
+    return predict(
+        head, logits, None if calibration is None else calibration.logit_thresholds(head)
+    )
 
 
-def _judge(
-    head: Head, logits: Array, answered: Array, labels: Array, calibration: Calibration | None
+def _head_report(
+    head: Head, logits: Array, predicted: Array, labels: Array, calibration: Calibration | None
 ) -> dict[str, Any]:
-    report = head_metrics(head, predicted=answered, labels=labels).as_dict()
+    report = head_metrics(head, predicted=predicted, labels=labels).as_dict()
     report["ece"] = calibration_error(head, logits, labels, temperature=1.0)
     if calibration is None:
         return report
@@ -102,5 +104,5 @@ def _judge(
     return report | ({"thresholds": calibration.thresholds} if calibration.thresholds else {})
 
 
-def _share(student: float, teacher: float) -> float | None:
+def _ratio(student: float, teacher: float) -> float | None:
     return student / teacher if teacher > 0 else None

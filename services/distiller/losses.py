@@ -1,8 +1,8 @@
-"""What a student learns from its teacher: pure functions of tensors.
+"""Distillation losses: pure functions of tensors.
 
 Legend: B texts, C classes of a head, K matched layers, H hidden size of the teacher. `weight` [B] is 1
-for a text and 0 for a dummy that only keeps the ranks in step. Every loss is a sum over the texts of
-a micro-batch; whoever calls it divides by the texts of the whole step.
+for a text and 0 for a dummy that pads the micro-batches of a rank. Every loss is a sum over the texts of
+a micro-batch; the caller divides by the texts of the whole step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def soft_loss(
 
 
 def categorical_divergence(student: Tensor, teacher: Tensor, *, divergence: Divergence) -> Tensor:
-    """Return how far softmax(student) lies from softmax(teacher), over the last axis.
+    """Return the divergence of softmax(student) from softmax(teacher) over the last axis.
 
-    Shapes [..., C] -> [...], in nats, 0 where they agree. Forward KL(teacher || student): Hinton et al.
+    Shapes [..., C] -> [...], in nats, 0 where they are equal. Forward KL(teacher || student): Hinton et al.
     2015; reverse KL(student || teacher): Gu et al. 2023, "MiniLLM"; Jensen-Shannon with equal parts,
     at most ln 2: Agarwal et al. 2023, "On-Policy Distillation of Language Models".
     """
@@ -53,11 +53,11 @@ def categorical_divergence(student: Tensor, teacher: Tensor, *, divergence: Dive
 
 
 def binary_divergence(student: Tensor, teacher: Tensor, *, divergence: Divergence) -> Tensor:
-    """Return how far sigmoid(student) lies from sigmoid(teacher), mean over classes: [B, C] -> [B].
+    """Return the divergence of sigmoid(student) from sigmoid(teacher), mean over classes: [B, C] -> [B].
 
-    Each class is a choice of two, softmax([z, 0]) = [sigmoid(z), 1 - sigmoid(z)]. In the forward
+    Each class is a binary choice, softmax([z, 0]) = [sigmoid(z), 1 - sigmoid(z)]. In the forward
     direction this is binary cross-entropy with the teacher's probabilities as soft targets, less the
-    teacher's entropy, which no student can change: same gradient, but 0 where they agree.
+    teacher's entropy, which does not depend on the student: same gradient, but 0 where they are equal.
     """
     pairs = [torch.stack([z, torch.zeros_like(z)], dim=-1) for z in (student, teacher)]
     return categorical_divergence(*pairs, divergence=divergence).mean(dim=-1)
@@ -77,10 +77,12 @@ def hidden_loss(projected: Tensor, teacher: Tensor, weight: Tensor, *, kind: str
     return (each.mean(dim=1) * weight).sum()
 
 
-def layer_map(*, student_layers: int, teacher_layers: int, spread: bool) -> list[tuple[int, int]]:
+def match_layers(
+    *, student_layers: int, teacher_layers: int, spread: bool
+) -> list[tuple[int, int]]:
     """Return (student layer, teacher layer) pairs; layer n is the state after n layers.
 
-    The last pair matches the final states. Spread over all layers, student layer i meets teacher
+    The last pair matches the final states. Spread over all layers, student layer i is matched with teacher
     layer i * teacher_layers / student_layers (the uniform map of Jiao et al. 2019).
     """
     if not spread:
@@ -88,13 +90,13 @@ def layer_map(*, student_layers: int, teacher_layers: int, spread: bool) -> list
     return [(i, round(i * teacher_layers / student_layers)) for i in range(1, student_layers + 1)]
 
 
-def weight_at(first: float, final: float | None, *, done: float) -> float:
-    """Return a loss's weight when a share `done` in [0, 1] of the steps is over: a straight line."""
+def scheduled_weight(first: float, final: float | None, *, done: float) -> float:
+    """Return a loss weight after a share `done` in [0, 1] of the steps, by linear interpolation."""
     return first if final is None else first + (final - first) * done
 
 
 def head_weights(distillation: Distillation, names: list[str]) -> dict[str, float]:
-    """Return each head's weight; 1 where the spec names none. Raises ValueError for unknown heads."""
+    """Return each head's weight, 1 by default. Raises ValueError for unknown heads."""
     unknown = sorted(set(distillation.head_weights) - set(names))
     if unknown:
         raise ValueError(

@@ -11,7 +11,7 @@ from services.shared.training.process import Position, failures_reported, join, 
 
 
 def main() -> None:
-    """Join the other ranks, distil, leave; a failure is written to the run directory."""
+    """Join the process group, distil and leave; a failure is written to the run directory."""
     run, position = RunDirectory(Path(sys.argv[1])), Position()
     with failures_reported(run, position):
         task = read_task(run)

@@ -1,4 +1,4 @@
-"""What a distillation minimises: labels, the teacher's answers and its hidden states, head by head.
+"""The objective of a distillation: labels, the teacher's logits and its hidden states.
 
 Legend: B texts of a micro-batch, C classes of a head, K matched layers, H hidden size of the teacher.
 """
@@ -11,8 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.distiller.corpus import Lesson
-from services.distiller.losses import head_weights, hidden_loss, layer_map, soft_loss, weight_at
+from services.distiller.corpus import Corpus
+from services.distiller.losses import (
+    head_weights,
+    hidden_loss,
+    match_layers,
+    scheduled_weight,
+    soft_loss,
+)
 from services.shared.datasets.card import Head
 from services.shared.jobs.spec import Distillation, Training
 from services.shared.model.batches import Step
@@ -22,8 +28,8 @@ from services.shared.model.tokens import Batch
 
 
 @dataclass(frozen=True)
-class Factors:
-    """What each sum of a micro-batch is multiplied with, to be its share of the step's loss."""
+class LossFactors:
+    """Factors that turn the loss sums of a micro-batch into its share of the step's loss."""
 
     hard: dict[str, float]  # by head, per labelled text
     soft: dict[str, float]  # by head, per text
@@ -32,26 +38,26 @@ class Factors:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a distillation; its weights may change from step to step."""
+    """The loss of a distillation, whose weights may follow a schedule."""
 
     heads: Sequence[Head]
-    wanted: Distillation
+    distillation: Distillation
     head_weights: dict[str, float]  # they sum to 1
     labelled_shares: dict[str, float]
     class_weights: dict[str, Tensor] | None
 
-    def factors(self, step: Step, *, done: float) -> Factors:
-        """Return the factors of a step when a share `done` of the steps is over.
+    def factors(self, step: Step, *, done: float) -> LossFactors:
+        """Return the factors of a step after a share `done` of all steps.
 
-        A head's labels count as if each step held its average share of labelled texts: dividing by
-        the labelled texts of the step itself would give the two labels of a nearly unlabelled batch
-        the weight of a whole batch.
+        Label losses are normalised as if each step held the average share of labelled texts:
+        dividing by the labelled texts of the step itself would give the two labels of a nearly
+        unlabelled batch the weight of a whole batch.
         """
-        wanted, texts = self.wanted, len(step.rows)
-        hard = weight_at(wanted.hard_weight, wanted.hard_weight_final, done=done)
-        soft = weight_at(wanted.soft_weight, wanted.soft_weight_final, done=done)
-        hidden = weight_at(wanted.hidden_weight, wanted.hidden_weight_final, done=done)
-        return Factors(
+        spec, texts = self.distillation, len(step.rows)
+        hard = scheduled_weight(spec.hard_weight, spec.hard_weight_final, done=done)
+        soft = scheduled_weight(spec.soft_weight, spec.soft_weight_final, done=done)
+        hidden = scheduled_weight(spec.hidden_weight, spec.hidden_weight_final, done=done)
+        return LossFactors(
             hard={
                 name: hard * weight / (texts * self.labelled_shares[name])
                 if self.labelled_shares[name]
@@ -67,11 +73,11 @@ class Objective:
         student: Mapping[str, Tensor],
         teacher: Mapping[str, Tensor],
         batch: Batch,
-        factors: Factors,
+        factors: LossFactors,
     ) -> Tensor:
         """Return a micro-batch's share of the step's loss, a scalar.
 
-        `student` and `teacher` hold logits [B, C] by head, and under TAPPED states [B, K, H].
+        `student` and `teacher` contain logits [B, C] by head, and states [B, K, H] under TAPPED.
         """
         labels = supervised_loss(student, batch.labels, self.heads, self.class_weights)
         parts = []
@@ -82,57 +88,66 @@ class Objective:
                 student[name],
                 teacher[name],
                 batch.weight,
-                divergence=self.wanted.divergence,
-                temperature=self.wanted.temperature,
+                divergence=self.distillation.divergence,
+                temperature=self.distillation.temperature,
             )
             parts.append(factors.hard[name] * labels[name].total + factors.soft[name] * soft)
         if TAPPED in student:
             parts.append(
                 factors.hidden
                 * hidden_loss(
-                    student[TAPPED], teacher[TAPPED], batch.weight, kind=self.wanted.hidden_loss
+                    student[TAPPED],
+                    teacher[TAPPED],
+                    batch.weight,
+                    kind=self.distillation.hidden_loss,
                 )
             )
         return torch.stack(parts).sum()
 
 
-def plan_objective(
-    lesson: Lesson, wanted: Distillation, training: Training, *, device: torch.device
+def build_objective(
+    heads: Sequence[Head],
+    train: Corpus,
+    distillation: Distillation,
+    training: Training,
+    *,
+    device: torch.device,
 ) -> Objective:
-    """Return the objective of a job. Raises ValueError for weights of unknown or of no heads."""
-    weights = head_weights(wanted, [head.name for head in lesson.heads])
+    """Return the objective of a job. Raises ValueError for unknown heads and for weights that are all 0."""
+    weights = head_weights(distillation, [head.name for head in heads])
     total = sum(weights.values())
     if total == 0:
         raise ValueError("distillation.head_weights: every head has weight 0")
     balanced = None
     if training.class_weights == "balanced":
-        found = balanced_weights(lesson.heads, lesson.train.corpus.rows.labels)
-        balanced = {name: values.to(device) for name, values in found.items()}
+        weights_by_head = balanced_weights(heads, train.rows.labels)
+        balanced = {name: values.to(device) for name, values in weights_by_head.items()}
     return Objective(
-        heads=lesson.heads,
-        wanted=wanted,
+        heads=heads,
+        distillation=distillation,
         head_weights={name: weight / total for name, weight in weights.items()},
-        labelled_shares=lesson.train.corpus.labelled_shares(lesson.heads),
+        labelled_shares=train.labelled_shares(heads),
         class_weights=balanced,
     )
 
 
 def matched_layers(
-    wanted: Distillation, *, student_layers: int, teacher_layers: int | None
+    distillation: Distillation, *, student_layers: int, teacher_layers: int | None
 ) -> list[tuple[int, int]]:
     """Return (student layer, teacher layer) pairs whose states are matched; none by default.
 
-    Raises ValueError for a teacher whose states cannot be tapped (None layers).
+    `teacher_layers` is None for a teacher whose states cannot be tapped; raises ValueError where
+    they are needed.
     """
-    if not (wanted.hidden_weight or wanted.hidden_weight_final):
+    if not (distillation.hidden_weight or distillation.hidden_weight_final):
         return []
     if teacher_layers is None:
         raise ValueError(
-            "distillation.hidden_weight: the hidden states of an encoder classifier made elsewhere "
+            "distillation.hidden_weight: the hidden states of a plain Hugging Face encoder classifier "
             "cannot be matched; set it to 0"
         )
-    return layer_map(
+    return match_layers(
         student_layers=student_layers,
         teacher_layers=teacher_layers,
-        spread=wanted.hidden_layers == "spread",
+        spread=distillation.hidden_layers == "spread",
     )

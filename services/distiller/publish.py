@@ -1,4 +1,4 @@
-"""The end of a distillation: the best student, judged beside its teacher, as a sealed artifact."""
+"""The end of a distillation: the best student is evaluated against its teacher and sealed as an artifact."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from services.distiller.corpus import Lesson
 from services.distiller.evaluate import compare, single_text_seconds
+from services.distiller.inputs import DistillationData
 from services.distiller.signals import Signals
 from services.distiller.teacher import Teacher, TeacherFiles
 from services.shared.files.hashing import file_sha256
@@ -35,60 +35,66 @@ from services.shared.training.sharding.shard import Sharded
 
 @dataclass(frozen=True)
 class TeacherRecord:
-    """What is left to say of a teacher that may have gone."""
+    """What the report needs of a teacher that has left the memory."""
 
     files: TeacherFiles
     placement: str
-    logits: dict[str, Array]  # on the judged texts
+    logits: dict[str, Array]  # on the evaluation split
     calibration: dict[str, Calibration]  # by head; empty where no head is multi-label
     single_text_seconds: float | None
 
 
-def meet_teacher(
-    teacher: Teacher, judged: Signals, validation: Signals | None, lesson: Lesson, world: World
+def record_teacher(
+    teacher: Teacher,
+    evaluation: Signals,
+    validation: Signals | None,
+    data: DistillationData,
+    world: World,
 ) -> TeacherRecord:
-    """Return what the report says of the teacher; its speed includes sharding where it is sharded.
+    """Return what the report says of the teacher; its latency includes sharding where it is sharded.
 
-    `validation` holds its answers there, complete, where thresholds are to be fitted on them.
+    `validation` is given, complete, where thresholds are to be fitted on it.
     """
     seconds = single_text_seconds(
         teacher,
         teacher.tokenizer,
-        lesson.judged.corpus.rows.texts,
+        data.evaluation.corpus.rows.texts,
         max_length=teacher.files.max_length,
         device=world.device,
     )
     calibration = {}
     if validation is not None:
-        labels = lesson.validation.corpus.rows.labels
-        calibration = calibrate(lesson.heads, _arrays(validation), labels)
-    return TeacherRecord(teacher.files, teacher.placement, _arrays(judged), calibration, seconds)
+        labels = data.validation.corpus.rows.labels
+        calibration = calibrate(data.heads, _arrays(validation), labels)
+    return TeacherRecord(
+        teacher.files, teacher.placement, _arrays(evaluation), calibration, seconds
+    )
 
 
-def judge(
+def evaluate_student(
     student: Sharded,
-    lesson: Lesson,
+    data: DistillationData,
     teacher: TeacherRecord,
     world: World,
     *,
     budget_tokens: int,
     pad_id: int,
 ) -> tuple[dict[str, Any], dict[str, Calibration]]:
-    """Return the evaluation on the judged split and the calibration; all ranks must call this."""
-    if not len(lesson.judged.corpus):
+    """Return the evaluation and the calibration of the student. Collective."""
+    if not len(data.evaluation.corpus):
         return {}, {}
     logits = [
         predict_split(
-            student, side.student, lesson.heads, world, budget_tokens=budget_tokens, pad_id=pad_id
+            student, pair.student, data.heads, world, budget_tokens=budget_tokens, pad_id=pad_id
         )
-        for side in (lesson.validation, lesson.judged)
+        for pair in (data.validation, data.evaluation)
     ]
-    calibration = calibrate(lesson.heads, logits[0], lesson.validation.corpus.rows.labels)
+    calibration = calibrate(data.heads, logits[0], data.validation.corpus.rows.labels)
     evaluation = compare(
-        lesson.heads,
+        data.heads,
         student=logits[1],
         teacher=teacher.logits,
-        labels=lesson.judged.corpus.rows.labels,
+        labels=data.evaluation.corpus.rows.labels,
         calibration=calibration,
         teacher_calibration=teacher.calibration,
     )
@@ -98,14 +104,14 @@ def judge(
         "single_text_seconds": teacher.single_text_seconds,
         "placement": teacher.placement,
     }
-    return {"split": str(lesson.judged_split)} | evaluation, calibration
+    return {"split": str(data.evaluation_split)} | evaluation, calibration
 
 
 def publish(
     run: RunDirectory,
     task: RunInput,
     student: Sharded,
-    lesson: Lesson,
+    data: DistillationData,
     teacher: TeacherRecord,
     world: World,
     state: LoopState,
@@ -114,12 +120,12 @@ def publish(
     steps_per_epoch: int,
     signals: str,
 ) -> Report:
-    """Judge the student, write its artifact, try it once as it was written, and report."""
+    """Evaluate the student, write its artifact, check it once as written, and report. Collective."""
     assert isinstance(task.spec, DistillSpec)
     training = task.spec.training
-    evaluation, calibration = judge(
+    evaluation, calibration = evaluate_student(
         student,
-        lesson,
+        data,
         teacher,
         world,
         budget_tokens=student.recipe.token_budget(training),
@@ -127,42 +133,44 @@ def publish(
     )
     if evaluation and state.best is not None:
         evaluation["validation"] = state.best.evaluation
-    texts = lesson.train.corpus.rows.texts
-    aside = export_unsealed(run, student, tokenizer, texts, world, max_length=training.max_length)
+    texts = data.train.corpus.rows.texts
+    staging_dir = export_unsealed(
+        run, student, tokenizer, texts, world, max_length=training.max_length
+    )
     report = Report(
         outcome="succeeded",
         steps=state.step,
         epochs=state.step / steps_per_epoch,
         seconds=state.seconds,
         artifact=run.export.name,
-        heads=[head.model_dump(mode="json") for head in lesson.heads],
+        heads=[head.model_dump(mode="json") for head in data.heads],
         evaluation=evaluation,
-        details=_details(lesson, state, steps_per_epoch) | {"signals": signals},
+        details=_details(data, state, steps_per_epoch) | {"signals": signals},
     )
     if world.is_first:
-        written = _read_back(aside, lesson, world.device)
-        check_golden(aside, written, tokenizer)
+        written = _read_back(staging_dir, data, world.device)
+        check_golden(staging_dir, written, tokenizer)
         if evaluation:
             evaluation["single_text_seconds"] = single_text_seconds(
                 written,
                 tokenizer,
-                lesson.judged.corpus.rows.texts,
+                data.evaluation.corpus.rows.texts,
                 max_length=training.max_length,
                 device=world.device,
             )
             evaluation["parameters"] = sum(p.numel() for p in written.parameters())
         sealed = seal_artifact(
-            aside,
-            heads=lesson.heads,
+            staging_dir,
+            heads=data.heads,
             pooling=student.classifier.pooling,
-            lineage=_lineage(task, lesson, teacher.files, state),
+            lineage=_lineage(task, data, teacher.files, state),
             metrics=evaluation,
             max_length=training.max_length,
             calibration=calibration,
         )
         if evaluation:
             evaluation["size_bytes"] = sealed.size_bytes
-        put_in_place(run, aside)
+        put_in_place(run, staging_dir)
         report = report.model_copy(
             update={
                 "parameters": sealed.parameters,
@@ -175,32 +183,32 @@ def publish(
     return report
 
 
-def _details(lesson: Lesson, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
-    """Return what the report says beside the evaluation."""
+def _details(data: DistillationData, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
+    """Return what the report says besides the evaluation."""
     return state.details(steps_per_epoch) | {
-        "training_texts": len(lesson.train.corpus),
-        "unlabelled_texts": lesson.unlabelled,
-        "unlabelled_texts_left_out": lesson.left_out,
+        "training_texts": len(data.train.corpus),
+        "unlabelled_texts": data.num_unlabelled,
+        "unlabelled_texts_left_out": data.num_duplicates,
         "truncated_texts": {
-            "student": lesson.train.student.truncated,
-            "teacher": lesson.train.teacher.truncated,
+            "student": data.train.student.truncated,
+            "teacher": data.train.teacher.truncated,
         },
     }
 
 
-def _arrays(answers: Signals) -> dict[str, Array]:
-    return {name: values.numpy() for name, values in answers.all_answers().items()}
+def _arrays(signals: Signals) -> dict[str, Array]:
+    return {name: values.numpy() for name, values in signals.logits().items()}
 
 
-def _read_back(aside: Path, lesson: Lesson, device: torch.device) -> Classifier:
-    """Return the student as its files hold it."""
-    classifier = wrap_backbone(load_backbone(aside), lesson.heads)
-    set_heads(classifier, read_heads(aside, lesson.heads))
+def _read_back(staging_dir: Path, data: DistillationData, device: torch.device) -> Classifier:
+    """Return the student as loaded from its exported files."""
+    classifier = wrap_backbone(load_backbone(staging_dir), data.heads)
+    set_heads(classifier, read_heads(staging_dir, data.heads))
     return classifier.to(device).eval()
 
 
 def _lineage(
-    task: RunInput, lesson: Lesson, teacher: TeacherFiles, state: LoopState
+    task: RunInput, data: DistillationData, teacher: TeacherFiles, state: LoopState
 ) -> dict[str, Any]:
     assert isinstance(task.spec, DistillSpec)
     manifest = teacher.directory / MANIFEST
@@ -208,8 +216,8 @@ def _lineage(
         "kind": "distill",
         "job_id": task.job_id,
         "attempt": task.attempt,
-        "dataset_id": lesson.card.id,
-        "dataset_sha256": lesson.card.sha256,
+        "dataset_id": data.card.id,
+        "dataset_sha256": data.card.sha256,
         "unlabelled_dataset_ids": task.spec.distillation.unlabelled_dataset_ids,
         "teacher": task.spec.teacher.model_dump(mode="json", exclude_none=True),
         "teacher_manifest_sha256": file_sha256(manifest) if manifest.exists() else None,

@@ -1,7 +1,7 @@
-"""Where a teacher's answers are kept between jobs, and what makes them useless.
+"""The cache of a teacher's outputs between jobs, and its invalidation.
 
-One safetensors file per teacher and corpus. Whose answers to what it holds is in its name; whether they
-still hold is for the hashes in its header to say.
+One safetensors file per teacher and corpus: the file name identifies both, the hashes in its header tell
+whether the outputs are still valid.
 """
 
 from __future__ import annotations
@@ -28,57 +28,59 @@ from services.shared.model.classifier import TAPPED
 log = logging.getLogger(__name__)
 
 
-class Identity(BaseModel):
-    """What kept answers are answers to; one field that differs makes them useless."""
+class SignalIdentity(BaseModel):
+    """Everything that cached outputs depend on; they are valid only where every field is equal."""
 
     model_config = ConfigDict(frozen=True)
 
     teacher_sha256: str  # weights, heads and config
     tokenizer_sha256: str
     text_sha256: str  # of all texts, in order
-    max_length: int  # tokens after which the teacher's texts are cut
+    max_length: int  # tokens after which the teacher's texts are truncated
     precision: str
-    outputs: dict[str, list[int]]  # head -> the teacher's classes in the order kept; tapped layers
+    outputs: dict[
+        str, list[int]
+    ]  # head -> the teacher's class indices in stored order; tapped layers
 
 
 @dataclass(frozen=True)
 class TeacherHashes:
-    """What a teacher on disk is, byte for byte; reading a large one takes minutes."""
+    """Hashes of a teacher's files; for a large teacher they take minutes to compute."""
 
     model: str  # weights, heads and config
     tokenizer: str
 
 
 class SignalFile:
-    """One safetensors file of answers, whole or not there at all."""
+    """One safetensors file of teacher outputs, replaced atomically."""
 
-    def __init__(self, path: Path, identity: Identity) -> None:
+    def __init__(self, path: Path, identity: SignalIdentity) -> None:
         self.path = path
         self.identity = identity
 
     def read(self) -> dict[str, Tensor] | None:
-        """Return the answers; None, with a warning that names the difference, where they do not match."""
+        """Return the outputs; None where they are absent or, with a warning that says why, invalid."""
         if not self.path.exists():
             return None
         try:
             with safe_open(self.path, framework="pt") as file:
-                kept = Identity.model_validate_json((file.metadata() or {})["identity"])
-                difference = _difference(kept, self.identity)
+                cached = SignalIdentity.model_validate_json((file.metadata() or {})["identity"])
+                difference = _difference(cached, self.identity)
                 if difference is None:
                     return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             difference = f"it cannot be read ({error})"
-        log.warning("The teacher's kept answers in %s are ignored: %s.", self.path, difference)
+        log.warning("Ignoring the cached teacher outputs in %s: %s.", self.path, difference)
         return None
 
-    def write(self, answers: dict[str, Tensor]) -> None:
-        """Keep answers, rows of NaN standing for those not asked yet. Raises OSError."""
+    def write(self, outputs: dict[str, Tensor]) -> None:
+        """Write the outputs, rows of NaN for those not computed yet. Raises OSError."""
         with atomic_write(self.path) as temporary:
-            save_file(answers, temporary, metadata={"identity": self.identity.model_dump_json()})
+            save_file(outputs, temporary, metadata={"identity": self.identity.model_dump_json()})
 
 
 def hash_teacher(directory: Path) -> TeacherHashes:
-    """Read a teacher's files whole and return their hashes. Raises OSError."""
+    """Return the hashes of a teacher's files, which are read in full. Raises OSError."""
     model = hashlib.sha256(weights_sha256(directory).encode())
     model.update(file_sha256(directory / "config.json").encode())
     tokenizer = hashlib.sha256()
@@ -99,11 +101,11 @@ def signal_file(
     precision: str,
     tap: Sequence[int],
 ) -> SignalFile:
-    """Return where answers of this teacher to these texts are kept."""
+    """Return the cache file for the outputs of this teacher on this corpus."""
     outputs = {name: list(order) for name, order in teacher.columns.items()}
     if tap:
         outputs[TAPPED] = list(tap)
-    identity = Identity(
+    identity = SignalIdentity(
         teacher_sha256=hashes.model,
         tokenizer_sha256=hashes.tokenizer,
         text_sha256=_text_sha256(corpus.rows.texts),
@@ -111,13 +113,14 @@ def signal_file(
         precision=precision,
         outputs=outputs,
     )
-    about = [str(teacher.directory), sorted(outputs), [s.name for s in corpus.sources]]
-    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    key = [str(teacher.directory), sorted(outputs), [s.name for s in corpus.sources]]
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     dataset = corpus.sources[0].name.replace("/", "-")
     return SignalFile(cache_dir / f"{dataset}-{name}.safetensors", identity)
 
 
-def _difference(kept: Identity, now: Identity) -> str | None:
+def _difference(cached: SignalIdentity, current: SignalIdentity) -> str | None:
+    """Return a description of the first field that differs, or None."""
     for field, what in (
         ("teacher_sha256", "the hash of the teacher's weights"),
         ("tokenizer_sha256", "the hash of the teacher's tokenizer"),
@@ -126,7 +129,7 @@ def _difference(kept: Identity, now: Identity) -> str | None:
         ("precision", "the precision"),
         ("outputs", "the set of heads, classes or layers"),
     ):
-        before, after = getattr(kept, field), getattr(now, field)
+        before, after = getattr(cached, field), getattr(current, field)
         if before != after:
             return f"{what} was {_short(before)}, now it is {_short(after)}"
     return None

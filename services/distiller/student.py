@@ -1,4 +1,4 @@
-"""How a student starts: from a directory, from a configuration, or from layers of its teacher."""
+"""How a student is initialised: from a directory, a configuration, or layers of its teacher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
 from services.shared.model.artifact import read_artifact, read_heads
-from services.shared.model.classifier import make_config
+from services.shared.model.classifier import build_config
 from services.shared.model.tokens import load_tokenizer
 from services.shared.training.job_setup import check_length, read_config, trained_tokenizer
 from services.shared.training.process import RunFailed, World, blame
@@ -28,108 +28,111 @@ _LAYER = re.compile(r"^(?P<list>(?:.*\.)?(?:layers?|h))\.(?P<number>\d+)\.")
 
 
 @dataclass(frozen=True)
-class Start:
-    """What the student is, and where its first weights lie (None: drawn from the seed)."""
+class StudentInit:
+    """A student's configuration and tokenizer, and the source of its initial weights."""
 
     config: PretrainedConfig
     tokenizer: Any
-    directory: Path | None
-    layers: list[int] | None = None  # of the teacher, in order; None takes all as they are
+    directory: Path | None  # None: drawn from the seed
+    layers: list[int] | None = None  # layers of the teacher to take, in order; None: all
 
 
-def plan_start(run: RunDirectory, task: RunInput, teacher: TeacherFiles, world: World) -> Start:
-    """Return how the student starts. Raises RunFailed."""
+def plan_student(
+    run: RunDirectory, task: RunInput, teacher: TeacherFiles, world: World
+) -> StudentInit:
+    """Return how the student is initialised. Raises RunFailed."""
     assert isinstance(task.spec, DistillSpec)
     source = task.spec.student
     with blame(Reason.BAD_MODEL):
         tokenizer = _tokenizer(run, task, teacher, world)
     if source.layers_of_teacher is not None:
-        start = _cut(teacher, tokenizer, every=source.layers_of_teacher)
+        init = _from_teacher_layers(teacher, tokenizer, every=source.layers_of_teacher)
     elif task.model_dir is not None:
-        start = Start(read_config(task.model_dir), tokenizer, task.model_dir)
+        init = StudentInit(read_config(task.model_dir), tokenizer, task.model_dir)
     else:
         assert source.config is not None
         with blame(Reason.BAD_SPEC):
-            config = make_config(
+            config = build_config(
                 source.config, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
             )
-        start = Start(config, tokenizer, None)
-    if len(tokenizer) > start.config.vocab_size:
+        init = StudentInit(config, tokenizer, None)
+    if len(tokenizer) > init.config.vocab_size:
         raise RunFailed(
             Reason.BAD_SPEC,
-            f"student.tokenizer knows {len(tokenizer)} tokens, the student's embedding only "
-            f"{start.config.vocab_size}",
+            f"student.tokenizer has {len(tokenizer)} tokens, the student's embedding only "
+            f"{init.config.vocab_size}",
         )
-    check_length(start.config, task.spec.training.max_length)
-    return start
+    check_length(init.config, task.spec.training.max_length)
+    return init
 
 
-def teacher_tokenizer(spec: DistillSpec, start: Start, files: TeacherFiles) -> Any:
-    """Return the teacher's tokenizer: the student's own where it has taken it over."""
+def teacher_tokenizer(spec: DistillSpec, init: StudentInit, files: TeacherFiles) -> Any:
+    """Return the teacher's tokenizer: the same object as the student's where they share it."""
     if spec.student.tokenizer == "teacher":
-        return start.tokenizer
+        return init.tokenizer
     return load_tokenizer(files.directory)
 
 
-def fill_student(student: Sharded, start: Start, teacher: TeacherFiles, *, seed: int) -> None:
-    """Give the student its first weights; one cut from its teacher begins with the teacher's heads.
+def load_student(student: Sharded, init: StudentInit, teacher: TeacherFiles, *, seed: int) -> None:
+    """Set the student's initial weights; one made of teacher layers also takes the teacher's heads.
 
     Raises RunFailed(BAD_MODEL).
     """
-    if start.directory is None:
+    if init.directory is None:
         initialise(student, seed=seed)
-    elif start.layers is None:
-        load_pretrained(student, start.directory, seed=seed)
+    elif init.layers is None:
+        load_pretrained(student, init.directory, seed=seed)
     else:
-        chosen = start.layers
+        layers = init.layers
         load_pretrained(
             student,
-            start.directory,
+            init.directory,
             seed=seed,
             heads=_teacher_heads(student, teacher),
-            source_name=lambda name: _renumbered(name, chosen),
+            source_name=lambda name: _teacher_name(name, layers),
         )
 
 
-def chosen_layers(count: int, every: int) -> list[int]:
-    """Return every k-th of `count` layers, the last among them: it feeds the heads.
+def kept_layers(count: int, every: int) -> list[int]:
+    """Return every k-th of `count` layers, always including the last, which feeds the heads.
 
-    DistilBERT starts from every second layer of BERT likewise (Sanh et al. 2019, section 3).
+    DistilBERT is likewise initialised from every second layer of BERT (Sanh et al. 2019, section 3).
     """
     return list(range(count - 1, -1, -every))[::-1]
 
 
-def _cut(teacher: TeacherFiles, tokenizer: Any, *, every: int) -> Start:
-    if not teacher.linear_heads:
+def _from_teacher_layers(teacher: TeacherFiles, tokenizer: Any, *, every: int) -> StudentInit:
+    if not teacher.has_linear_heads:
         raise RunFailed(
             Reason.BAD_SPEC,
-            "student.layers_of_teacher: an encoder classifier made elsewhere cannot be cut; "
-            "give its backbone's directory as student.path",
+            "student.layers_of_teacher: layers of a plain Hugging Face encoder classifier cannot be "
+            "taken; give its backbone's directory as student.path",
         )
     config = read_config(teacher.directory)
-    layers = chosen_layers(config.num_hidden_layers, every)
+    layers = kept_layers(config.num_hidden_layers, every)
     if len(layers) == config.num_hidden_layers:
         raise RunFailed(
             Reason.BAD_SPEC,
-            f"student.layers_of_teacher: the teacher has {config.num_hidden_layers} layers only",
+            f"student.layers_of_teacher: the teacher has only {config.num_hidden_layers} layers",
         )
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        config.layer_types = [kinds[i] for i in layers]
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        config.layer_types = [layer_types[i] for i in layers]
     config.num_hidden_layers = len(layers)
-    return Start(config, tokenizer, teacher.directory, layers)
+    return StudentInit(config, tokenizer, teacher.directory, layers)
 
 
-def _renumbered(name: str, layers: list[int]) -> str:
-    """Return the teacher's name of a student's parameter."""
-    found = _LAYER.match(name)
-    if found is None:
+def _teacher_name(name: str, layers: list[int]) -> str:
+    """Return the teacher's name for a parameter of the student."""
+    match = _LAYER.match(name)
+    if match is None:
         return name
-    source = layers[int(found["number"])]
-    return f"{found['list']}.{source}.{name[found.end() :]}"
+    source = layers[int(match["number"])]
+    return f"{match['list']}.{source}.{name[match.end() :]}"
 
 
 def _teacher_heads(student: Sharded, teacher: TeacherFiles) -> dict[str, Tensor] | None:
+    """Return the teacher's heads in the student's class order; None for a plain decoder classifier."""
     if not (teacher.directory / HEADS_FILE).exists():
         return None
     with blame(Reason.BAD_MODEL):
@@ -143,10 +146,10 @@ def _teacher_heads(student: Sharded, teacher: TeacherFiles) -> dict[str, Tensor]
 
 def _tokenizer(run: RunDirectory, task: RunInput, teacher: TeacherFiles, world: World) -> Any:
     assert isinstance(task.spec, DistillSpec)
-    wanted = task.spec.student.tokenizer
-    if isinstance(wanted, TrainedTokenizer):
-        return trained_tokenizer(run, task, wanted, world)
-    if wanted == "teacher":
+    source = task.spec.student.tokenizer
+    if isinstance(source, TrainedTokenizer):
+        return trained_tokenizer(run, task, source, world)
+    if source == "teacher":
         return load_tokenizer(teacher.directory)
     assert task.model_dir is not None
     return load_tokenizer(task.model_dir)

@@ -1,4 +1,4 @@
-"""The teacher: read, checked against the student's heads, placed on the ranks, asked.
+"""The frozen teacher: read from disk, its heads matched to the student's, placed on the ranks.
 
 Legend: B texts, S tokens, C classes of a head, K tapped layers, H hidden size of the teacher.
 """
@@ -36,45 +36,47 @@ from services.shared.training.process import RunFailed, World, blame
 from services.shared.training.sharding.load import load_pretrained
 from services.shared.training.sharding.shard import DTYPES, Sharded
 
-# A replicated teacher may take this share of the memory at most: the student's training state and
-# the activations of both need the rest.
+# A replicated teacher may take at most this share of the memory: the student's training state and
+# the activations of both models need the rest.
 REPLICATED_SHARE = 0.25
-_ELSEWHERE = "ForSequenceClassification"
+_ARCHITECTURE_SUFFIX = "ForSequenceClassification"
 
 
 @dataclass(frozen=True)
 class TeacherFiles:
-    """A teacher on disk that answers every question of the student."""
+    """A teacher on disk whose heads cover those of the student."""
 
     directory: Path
     config: PretrainedConfig
-    heads: list[Head]  # its own
-    columns: dict[str, list[int]]  # student head -> the teacher's class for each of its classes
+    heads: list[Head]  # of the teacher
+    columns: dict[
+        str, list[int]
+    ]  # by student head: the teacher's class index of each of its classes
     max_length: int  # tokens per text
-    made_here: bool  # an artifact of this platform
+    is_artifact: bool  # an artifact of this platform, not a plain Hugging Face classifier
     parameters: int
     size_bytes: int
 
     @property
-    def linear_heads(self) -> bool:
-        """Say whether it is a backbone with linear heads on one token, as ours are."""
-        return self.made_here or is_causal(self.config)
+    def has_linear_heads(self) -> bool:
+        """Return whether the model is a backbone with linear heads on one token, as our artifacts are."""
+        return self.is_artifact or is_causal(self.config)
 
 
 def read_teacher(directory: Path, heads: Sequence[Head], *, max_length: int) -> TeacherFiles:
-    """Read a teacher: an artifact of ours, or a Hugging Face sequence classifier made elsewhere.
+    """Read a teacher: an artifact of this platform, or any Hugging Face sequence classifier.
 
-    Raises RunFailed(BAD_MODEL), and RunFailed(BAD_SPEC) with both lists where its heads are not
-    those of the student.
+    Raises RunFailed(BAD_MODEL), and RunFailed(BAD_SPEC) with both lists of heads where the teacher
+    lacks one of the student's.
     """
     config = read_config(directory)
-    made_here = (directory / HEADS_FILE).exists()
+    is_artifact = (directory / HEADS_FILE).exists()
     with blame(Reason.BAD_MODEL):
-        if made_here:
+        if is_artifact:
             artifact = read_artifact(directory)
             own, longest = artifact.heads, artifact.max_length or max_length
         else:
-            own = [_head_of(config, directory, heads)]
+            own = [_classifier_head(config, directory, heads)]
             longest = min(
                 max_length, getattr(config, "max_position_embeddings", None) or max_length
             )
@@ -84,14 +86,14 @@ def read_teacher(directory: Path, heads: Sequence[Head], *, max_length: int) -> 
             heads=own,
             columns=match_heads(heads, own),
             max_length=longest,
-            made_here=made_here,
+            is_artifact=is_artifact,
             parameters=count_parameters(directory),
             size_bytes=sum(p.stat().st_size for p in directory.iterdir() if p.is_file()),
         )
 
 
 def match_heads(student: Sequence[Head], teacher: Sequence[Head]) -> dict[str, list[int]]:
-    """Return for each student head where its classes stand in the teacher's head of that name.
+    """Return by student head the index of each of its classes in the teacher's head of that name.
 
     Raises RunFailed(BAD_SPEC) with both lists of heads.
     """
@@ -106,7 +108,7 @@ def match_heads(student: Sequence[Head], teacher: Sequence[Head]) -> dict[str, l
 
 
 class Teacher:
-    """A teacher on all ranks; every call must be made by all of them where it is sharded."""
+    """A teacher on all ranks; where it is sharded, every call is collective."""
 
     def __init__(self, files: TeacherFiles, module: nn.Module, sharded: Sharded | None) -> None:
         self.files = files
@@ -116,54 +118,56 @@ class Teacher:
 
     @property
     def placement(self) -> str:
-        """Say how it lies on the ranks."""
+        """Return how the weights are placed on the ranks: "replicated" or "sharded"."""
         return "replicated" if self._sharded is None else "sharded"
 
     @torch.no_grad()
     def __call__(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, tap: Sequence[int] = ()
     ) -> dict[str, Tensor]:
-        """Return logits [B, C] by student head, its classes in the student's order; tapped states."""
+        """Return logits [B, C] by student head, in the student's class order, and the tapped states."""
         extra: dict[str, Any] = {"tap": tuple(tap)} if tap else {}
-        found = self.module(input_ids, attention_mask, **extra)
+        outputs = self.module(input_ids, attention_mask, **extra)
         if self._sharded is not None:
             self._sharded.reshard()
-        result = {name: found[name][:, order] for name, order in self.files.columns.items()}
-        return result | ({TAPPED: found[TAPPED]} if tap else {})
+        result = {name: outputs[name][:, order] for name, order in self.files.columns.items()}
+        return result | ({TAPPED: outputs[TAPPED]} if tap else {})
 
-    def ask(self, batch: Batch, tap: Sequence[int] = ()) -> dict[str, Tensor]:
-        """Answer a batch on its device."""
+    def predict_batch(self, batch: Batch, tap: Sequence[int] = ()) -> dict[str, Tensor]:
+        """Return the outputs for a batch on its device."""
         return self(batch.input_ids, batch.attention_mask, tap)
 
 
-def planned_placement(run: RunDirectory, wanted: Distillation) -> str:
-    """Return how the teacher is to lie on the ranks: as it was planned.
+def planned_placement(run: RunDirectory, distillation: Distillation) -> str:
+    """Return the placement that was planned, or that of the spec where there is no plan.
 
-    The plan does what the spec says, but after a memory failure it may have put the teacher elsewhere.
+    The plan follows the spec, but a remedy after a memory failure may have changed the placement.
     """
     if not run.plan.exists():
-        return wanted.teacher_placement
+        return distillation.teacher_placement
     planned = json.loads(run.plan.read_bytes()).get("teacher_placement")
-    return planned if planned in ("sharded", "replicated") else wanted.teacher_placement
+    if planned in ("sharded", "replicated"):
+        return str(planned)
+    return distillation.teacher_placement
 
 
-def place_teacher(files: TeacherFiles, *, wanted: str, recipe: Recipe, world: World) -> Teacher:
-    """Load a teacher for inference in the recipe's compute type: sharded, or whole on every rank.
+def place_teacher(files: TeacherFiles, *, placement: str, recipe: Recipe, world: World) -> Teacher:
+    """Load a teacher for inference in the recipe's compute type, sharded or replicated on every rank.
 
     Raises RunFailed(BAD_MODEL), and RunFailed(BAD_SPEC) for a teacher that cannot be sharded.
     """
     dtype = DTYPES[recipe.compute]
-    if not files.linear_heads:
-        if wanted == "sharded":
+    if not files.has_linear_heads:
+        if placement == "sharded":
             raise RunFailed(
                 Reason.BAD_SPEC,
-                "distillation.teacher_placement: an encoder classifier made elsewhere cannot be "
+                "distillation.teacher_placement: a plain Hugging Face encoder classifier cannot be "
                 'sharded; ask for "replicated"',
             )
-        return Teacher(files, _load_elsewhere(files, dtype).to(world.device), None)
+        return Teacher(files, _load_sequence_classifier(files, dtype).to(world.device), None)
     with blame(Reason.BAD_MODEL):
         weights = _head_weights(files)
-    if wanted == "replicated" or (wanted == "auto" and _fits_whole(files, dtype, world)):
+    if placement == "replicated" or (placement == "auto" and _fits_replicated(files, dtype, world)):
         with blame(Reason.BAD_MODEL):
             backbone = load_backbone(files.directory, dtype=dtype, attention=recipe.attention)
             classifier = wrap_backbone(backbone, files.heads)
@@ -175,8 +179,8 @@ def place_teacher(files: TeacherFiles, *, wanted: str, recipe: Recipe, world: Wo
     return Teacher(files, sharded.module, sharded)
 
 
-class _Elsewhere(nn.Module):
-    """A Hugging Face sequence classifier in the clothes of ours: one named head."""
+class _SequenceClassifier(nn.Module):
+    """Adapts a Hugging Face sequence classifier to the interface of ours, with one named head."""
 
     def __init__(self, model: Any, head: str) -> None:
         super().__init__()
@@ -188,7 +192,7 @@ class _Elsewhere(nn.Module):
         return {self.head: output.logits.float()}
 
 
-def _load_elsewhere(files: TeacherFiles, dtype: torch.dtype) -> nn.Module:
+def _load_sequence_classifier(files: TeacherFiles, dtype: torch.dtype) -> nn.Module:
     factory: Any = AutoModelForSequenceClassification
     with blame(Reason.BAD_MODEL):
         model, info = factory.from_pretrained(
@@ -202,29 +206,30 @@ def _load_elsewhere(files: TeacherFiles, dtype: torch.dtype) -> nn.Module:
         if info["missing_keys"]:
             missing = min(info["missing_keys"])
             raise ValueError(f"{files.directory}: weights are missing, among them {missing}")
-    return _Elsewhere(model, files.heads[0].name).requires_grad_(False)
+    return _SequenceClassifier(model, files.heads[0].name).requires_grad_(False)
 
 
-def _head_of(config: PretrainedConfig, directory: Path, heads: Sequence[Head]) -> Head:
-    """Return the one head of a classifier made elsewhere, under the name of the student's."""
+def _classifier_head(config: PretrainedConfig, directory: Path, heads: Sequence[Head]) -> Head:
+    """Return the single head of a Hugging Face classifier, named after the student's head."""
     architecture = next(iter(config.architectures or []), "")
-    if not architecture.endswith(_ELSEWHERE):
+    if not architecture.endswith(_ARCHITECTURE_SUFFIX):
         raise ValueError(
-            f"{directory} is no classifier: it has no {HEADS_FILE}, and its architecture "
-            f"{architecture or '(none)'} is not one {_ELSEWHERE}"
+            f"{directory} is not a classifier: it has no {HEADS_FILE}, and its architecture "
+            f"{architecture or '(none)'} is not one {_ARCHITECTURE_SUFFIX}"
         )
     names: Any = config.id2label
-    labels = [names[number] for number in sorted(names)]
-    many = getattr(config, "problem_type", None) == "multi_label_classification"
-    name = heads[0].name if len(heads) == 1 else "labels"
+    labels = [names[index] for index in sorted(names)]
+    multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
     return Head(
-        name=name, type=HeadType.MULTI_LABEL if many else HeadType.SINGLE_LABEL, labels=labels
+        name=heads[0].name if len(heads) == 1 else "labels",
+        type=HeadType.MULTI_LABEL if multi_label else HeadType.SINGLE_LABEL,
+        labels=labels,
     )
 
 
 def _head_weights(files: TeacherFiles) -> dict[str, Tensor]:
     """Return the trained heads as `<head>.weight|bias`."""
-    if files.made_here:
+    if files.is_artifact:
         return read_heads(files.directory, files.heads)
     (head,) = files.heads
     for path in sorted(files.directory.glob("*.safetensors")):
@@ -235,15 +240,15 @@ def _head_weights(files: TeacherFiles) -> dict[str, Tensor]:
                     f"{head.name}.weight": weight,
                     f"{head.name}.bias": torch.zeros(len(weight)),
                 }
-    raise ValueError(f"{files.directory} holds no score.weight, the head of a decoder classifier")
+    raise ValueError(f"{files.directory} has no score.weight, the head of a decoder classifier")
 
 
-def _fits_whole(files: TeacherFiles, dtype: torch.dtype, world: World) -> bool:
-    """Say whether every rank can hold the whole teacher; all ranks agree."""
-    whole = files.parameters * dtype.itemsize
+def _fits_replicated(files: TeacherFiles, dtype: torch.dtype, world: World) -> bool:
+    """Return whether every rank has memory for the whole teacher; the ranks agree."""
+    weight_bytes = files.parameters * dtype.itemsize
     if world.device.type == "cuda":
-        room = torch.cuda.get_device_properties(world.device).total_memory
+        memory_bytes = torch.cuda.get_device_properties(world.device).total_memory
     else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.size
-    (refusals,) = world.sum([float(whole > REPLICATED_SHARE * room)])
-    return refusals == 0
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // world.size
+    (too_small,) = world.sum([float(weight_bytes > REPLICATED_SHARE * memory_bytes)])
+    return too_small == 0

@@ -1,4 +1,4 @@
-"""The distiller's worker: takes distillations off the queue and supervises their ranks; no torch."""
+"""The distiller's worker: consumes its queue and supervises the ranks of each job, without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.shared.launch.worker import serve
 
 
 def main() -> None:
-    """Work off the queue `distiller` until SIGTERM."""
+    """Consume the queue `distiller` until SIGTERM."""
     serve("distiller", module="services.distiller.main")
 
 

@@ -29,7 +29,7 @@ from services.trainer.publish import publish
 
 
 def finetune(run: RunDirectory, task: RunInput, world: World, position: Position) -> Report:
-    """Train, evaluate, export; return the report that rank 0 has written."""
+    """Train, evaluate and export a teacher; return the report that rank 0 writes."""
     assert isinstance(task.spec, TeacherSpec)
     training, recipe = task.spec.training, chosen_recipe(task)
     budget_tokens = recipe.token_budget(training)
@@ -73,7 +73,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
         if due and state.step > state.evaluated_step and len(data.validation):
             progress.phase(Phase.EVALUATING)
             with probe.phase("evaluation", step=state.step):
-                judged = predict_split(
+                validation_logits = predict_split(
                     sharded,
                     data.validation,
                     heads,
@@ -81,11 +81,11 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
                     budget_tokens=budget_tokens,
                     pad_id=pad_id,
                 )
-            found = evaluate(judged, data.validation, heads)
+            evaluation = evaluate(validation_logits, data.validation, heads)
             progress.evaluation(
-                found, step=state.step, total=total, epoch=state.step / steps_per_epoch
+                evaluation, step=state.step, total=total, epoch=state.step / steps_per_epoch
             )
-            if state.note(found):
+            if state.note(evaluation):
                 loop_state.save_best(run, task, sharded, world, state)
             patience = training.early_stopping_patience
             state.finished = patience is not None and state.worse_evaluations >= patience
@@ -93,7 +93,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
         if state.step >= total or state.finished:
             break
 
-        began = time.monotonic()
+        started = time.monotonic()
         epoch, place = divmod(state.step, steps_per_epoch)
         if not plan or place == 0:
             plan = plan_epoch(
@@ -119,7 +119,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
             parts = step.num_micro_batches
             optimizer.before_backward(learning_rate=rate, step=state.step, part=part, parts=parts)
             with probe.phase("backward", step=number):
-                # The engine averages gradients over the ranks; the loss is a share of a whole.
+                # The engine averages gradients over the ranks, but the losses of the ranks are to be summed.
                 (loss * world.size).backward()  # type: ignore[no-untyped-call]
             loss_sum += loss.detach()
             del logits, loss
@@ -136,7 +136,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
 
         state.step = number
         state.count(step, train)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         state.time(epoch, seconds)
         progress.step(
             number,

@@ -1,4 +1,4 @@
-"""What a teacher job learns from: texts, labels, the tokenizer and the backbone's configuration."""
+"""The inputs of a teacher job: texts and labels, tokenised, and the backbone's configuration."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
 from services.shared.model.batches import plan_evaluation
-from services.shared.model.classifier import make_config
-from services.shared.model.tokens import TokenisedSplit, choose_heads, load_tokenizer, read_split
+from services.shared.model.classifier import build_config
+from services.shared.model.tokens import TokenisedSplit, load_tokenizer, read_split, select_heads
 from services.shared.training.job_setup import check_length, read_config, trained_tokenizer
 from services.shared.training.process import RunFailed, World, blame
 
 
 @dataclass(frozen=True)
-class Data:
-    """What is learnt from, tokenised."""
+class TrainingData:
+    """The tokenised texts and labels of a teacher job."""
 
     card: DatasetCard
     heads: list[Head]
@@ -31,12 +31,12 @@ class Data:
     test: TokenisedSplit
 
 
-def read_data(run: RunDirectory, task: RunInput, world: World) -> Data:
-    """Read and tokenise the dataset, on every rank alike. Raises RunFailed."""
+def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
+    """Read and tokenise the dataset, identically on every rank. Raises RunFailed."""
     assert isinstance(task.spec, TeacherSpec)
     with blame(Reason.BAD_DATA):
         card = read_card(task.dataset_dir)
-        heads = choose_heads(card, task.spec.heads)
+        heads = select_heads(card, task.spec.heads)
     with blame(Reason.BAD_MODEL):
         tokenizer = _tokenizer(run, task, world)
     with blame(Reason.BAD_DATA):
@@ -52,18 +52,18 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> Data:
         )
     if not len(train):
         raise RunFailed(Reason.BAD_DATA, f"dataset {card.name!r} has no training texts")
-    return Data(card, heads, tokenizer, train, validation, test)
+    return TrainingData(card, heads, tokenizer, train, validation, test)
 
 
 def backbone_config(task: RunInput, tokenizer: Any) -> PretrainedConfig:
-    """Return the backbone's configuration. Raises RunFailed for one that cannot read the texts."""
+    """Return the backbone's configuration. Raises RunFailed where it does not suit tokenizer and texts."""
     assert isinstance(task.spec, TeacherSpec)
     if task.model_dir is not None:
         config = read_config(task.model_dir)
     else:
         assert task.spec.model.config is not None
         with blame(Reason.BAD_MODEL):
-            config = make_config(
+            config = build_config(
                 task.spec.model.config,
                 vocab_size=len(tokenizer),
                 pad_token_id=tokenizer.pad_token_id,
@@ -78,8 +78,8 @@ def backbone_config(task: RunInput, tokenizer: Any) -> PretrainedConfig:
     return config
 
 
-def check_budget(data: Data, budget_tokens: int) -> None:
-    """Raise RunFailed(BAD_SPEC) where a text of any split is longer than the token budget."""
+def check_budget(data: TrainingData, budget_tokens: int) -> None:
+    """Raise RunFailed(BAD_SPEC) if a text of any split is longer than the token budget."""
     with blame(Reason.BAD_SPEC):
         for split in (data.train, data.validation, data.test):
             plan_evaluation(split.lengths, budget_tokens=budget_tokens, ranks=1)
@@ -87,8 +87,8 @@ def check_budget(data: Data, budget_tokens: int) -> None:
 
 def _tokenizer(run: RunDirectory, task: RunInput, world: World) -> Any:
     assert isinstance(task.spec, TeacherSpec)
-    wanted = task.spec.model.tokenizer
-    if isinstance(wanted, TrainedTokenizer):
-        return trained_tokenizer(run, task, wanted, world)
+    source = task.spec.model.tokenizer
+    if isinstance(source, TrainedTokenizer):
+        return trained_tokenizer(run, task, source, world)
     assert task.model_dir is not None
     return load_tokenizer(task.model_dir)

@@ -11,7 +11,7 @@ from services.trainer.finetune import finetune
 
 
 def main() -> None:
-    """Join the other ranks, train, leave; a failure is written to the run directory."""
+    """Join the process group, train and leave; a failure is written to the run directory."""
     run, position = RunDirectory(Path(sys.argv[1])), Position()
     with failures_reported(run, position):
         task = read_task(run)

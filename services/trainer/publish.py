@@ -1,4 +1,4 @@
-"""The end of a teacher's training: the best weights, judged on the test split, as a sealed artifact."""
+"""The end of a teacher's training: the best weights are evaluated on the test split and sealed as an artifact."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from services.shared.training.evaluation import evaluate, predict_split
 from services.shared.training.process import World
 from services.shared.training.sharding.export import export_unsealed, put_in_place
 from services.shared.training.sharding.shard import Sharded
-from services.trainer.inputs import Data
+from services.trainer.inputs import TrainingData
 
 
 def publish(
     run: RunDirectory,
     task: RunInput,
     sharded: Sharded,
-    data: Data,
+    data: TrainingData,
     world: World,
     state: LoopState,
     steps_per_epoch: int,
 ) -> Report:
-    """Judge the weights on the test split, write their artifact, and report; on all ranks."""
-    evaluation, calibration = _judge(task, sharded, data, world, state)
+    """Evaluate the weights on the test split, write their artifact, and report. Collective."""
+    evaluation, calibration = _evaluate(task, sharded, data, world, state)
     texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
     max_length = task.spec.training.max_length
-    aside = export_unsealed(run, sharded, data.tokenizer, texts, world, max_length=max_length)
+    staging_dir = export_unsealed(run, sharded, data.tokenizer, texts, world, max_length=max_length)
     report = Report(
         outcome="succeeded",
         steps=state.step,
@@ -45,7 +45,7 @@ def publish(
     )
     if world.is_first:
         sealed = seal_artifact(
-            aside,
+            staging_dir,
             heads=data.heads,
             pooling=sharded.classifier.pooling,
             lineage=_lineage(task, data, state),
@@ -53,7 +53,7 @@ def publish(
             max_length=max_length,
             calibration=calibration,
         )
-        put_in_place(run, aside)
+        put_in_place(run, staging_dir)
         report = report.model_copy(
             update={"size_bytes": sealed.size_bytes, "manifest_sha256": sealed.sha256}
         )
@@ -61,14 +61,14 @@ def publish(
     return report
 
 
-def _judge(
-    task: RunInput, sharded: Sharded, data: Data, world: World, state: LoopState
+def _evaluate(
+    task: RunInput, sharded: Sharded, data: TrainingData, world: World, state: LoopState
 ) -> tuple[dict[str, Any], dict[str, Calibration]]:
-    """Return the evaluation on the test split, beside the one that chose these weights.
+    """Return the evaluation on the test split, with the validation that selected these weights.
 
-    The calibration is fitted on the validation split, and used on the test split.
+    The calibration is fitted on the validation split and applied to the test split.
     """
-    chosen = state.best.evaluation if state.best is not None else None
+    selected = state.best.evaluation if state.best is not None else None
     validation, test = (
         predict_split(
             sharded,
@@ -84,12 +84,12 @@ def _judge(
     )
     calibration = calibrate(data.heads, validation, data.validation.labels) if validation else {}
     if not test:
-        return ({} if chosen is None else {"split": "validation"} | chosen), calibration
+        return ({} if selected is None else {"split": "validation"} | selected), calibration
     evaluation = evaluate(test, data.test, data.heads, calibration)
-    return {"split": "test", **evaluation, "validation": chosen}, calibration
+    return {"split": "test", **evaluation, "validation": selected}, calibration
 
 
-def _details(data: Data, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
+def _details(data: TrainingData, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
     return state.details(steps_per_epoch) | {
         "truncated_texts": {
             "train": data.train.truncated,
@@ -99,7 +99,7 @@ def _details(data: Data, state: LoopState, steps_per_epoch: int) -> dict[str, An
     }
 
 
-def _lineage(task: RunInput, data: Data, state: LoopState) -> dict[str, Any]:
+def _lineage(task: RunInput, data: TrainingData, state: LoopState) -> dict[str, Any]:
     assert isinstance(task.spec, TeacherSpec)
     return {
         "kind": "teacher",

@@ -1,4 +1,4 @@
-"""The trainer's worker: takes teacher jobs off the queue and supervises their ranks; no torch."""
+"""The trainer's worker: consumes its queue and supervises the ranks of each job, without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from services.shared.launch.worker import serve
 
 
 def main() -> None:
-    """Work off the queue `trainer` until SIGTERM."""
+    """Consume the queue `trainer` until SIGTERM."""
     serve("trainer", module="services.trainer.main")
 
 

@@ -31,12 +31,12 @@ from torch.nn.functional import cross_entropy
 from services.shared.datasets.card import DatasetCard, Head, Split
 from services.shared.jobs.run_directory import RunDirectory, RunInput, write_json
 from services.shared.model.batches import Step, padding_share, plan_epoch
-from services.shared.model.classifier import build_classifier, init_heads, transformer_layers
+from services.shared.model.classifier import build_classifier, initialise_heads, transformer_layers
 from services.shared.model.tokens import TokenisedSplit, collate
 from services.shared.training.process import Position, World, join, leave
 from services.shared.training.progress import Progress
 from services.trainer.finetune import finetune
-from services.trainer.inputs import Data, backbone_config, read_data
+from services.trainer.inputs import TrainingData, backbone_config, read_data
 
 HEAD = Head(name="a", labels=["x", "y"])
 MODEL = {
@@ -121,11 +121,13 @@ def our_steps(root: Path, task: RunInput, world: World, turn: int) -> list[float
     return seconds
 
 
-def bare_steps(task: RunInput, data: Data, world: World, steps: Sequence[Step]) -> Iterator[float]:
+def bare_steps(
+    task: RunInput, data: TrainingData, world: World, steps: Sequence[Step]
+) -> Iterator[float]:
     """Yield the seconds of each step of a loop written by hand."""
     torch.manual_seed(0)
     classifier = build_classifier(backbone_config(task, data.tokenizer), data.heads)
-    init_heads(classifier, 0)
+    initialise_heads(classifier, 0)
     mesh = init_device_mesh("cpu", (world.size,))
     for layer in transformer_layers(classifier):
         fully_shard(layer, mesh=mesh)
@@ -155,7 +157,13 @@ def bare_steps(task: RunInput, data: Data, world: World, steps: Sequence[Step]) 
 
 
 def compare(
-    root: Path, task: RunInput, data: Data, world: World, steps: Sequence[Step], *, turns: int
+    root: Path,
+    task: RunInput,
+    data: TrainingData,
+    world: World,
+    steps: Sequence[Step],
+    *,
+    turns: int,
 ) -> dict[str, float]:
     """Return the times of our steps and bare ones, taken in turns, each after its first."""
     ours: list[float] = []

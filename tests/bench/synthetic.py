@@ -16,10 +16,10 @@ from services.api.serving.engines.dtype import choose_dtype
 from services.api.serving.settings import ServingSettings
 from services.shared.datasets.card import Head
 from services.shared.model.artifact import (
-    golden_texts,
+    record_golden,
     save_classifier,
+    save_golden,
     seal_artifact,
-    write_golden,
 )
 from services.shared.model.classifier import Classifier, build_classifier
 from services.shared.model.tokens import encode, train_tokenizer
@@ -65,8 +65,8 @@ def write_student(directory: Path, *, layers: int, seed: int) -> None:
     tokens, _ = encode(make_texts(48, seed=5), tokenizer, max_length=MAX_LENGTH)
     _balance(classifier, tokens)
     save_classifier(classifier, directory)
-    golden = golden_texts(classifier, tokenizer, make_texts(4, seed=6), max_length=MAX_LENGTH)
-    write_golden(directory, golden)
+    golden = record_golden(classifier, tokenizer, make_texts(4, seed=6), max_length=MAX_LENGTH)
+    save_golden(directory, golden)
     seal_artifact(
         directory,
         heads=HEADS,

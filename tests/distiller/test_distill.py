@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -33,27 +36,30 @@ from services.shared.model.artifact import (
     verify_artifact,
 )
 from services.shared.model.metrics import head_metrics, predict
-from services.shared.model.tokens import load_tokenizer, read_rows, tokenise
-from services.shared.training.process import Position, RunFailed
+from services.shared.model.tokens import Batch, load_tokenizer, read_rows, tokenise
+from services.shared.training.process import Position, RunFailed, World
+
+if TYPE_CHECKING:
+    from tests.distiller.conftest import Distil, MakeDataset, MakeTask
 
 HELD_OUT = 60 + 40  # test, and validation for the thresholds of both sides
-# After 6 epochs and fewer it hung on how a processor rounds; here 18 runs of three tests, each with six
-# seeds, agreed on 0.9 to 0.967 of the texts. Chance is 0.5.
-UNTIL_LEARNT = {"epochs": 10}
-LEARNT = 0.8
+# With 6 epochs and fewer the result depended on how a processor rounds; with 10, 18 runs of three tests,
+# each with six seeds, agreed on 0.9 to 0.967 of the texts. Chance is 0.5.
+CONVERGED = {"epochs": 10}
+MIN_AGREEMENT = 0.8
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[int]:
-    """Count the texts that the teacher is asked in batches, by call."""
+def queries(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of texts in each batch that the teacher is given."""
     counts: list[int] = []
-    plain = Teacher.ask
+    original = Teacher.predict_batch
 
-    def ask(self, batch, tap=()):
+    def predict_batch(self: Teacher, batch: Batch, tap: Sequence[int] = ()) -> dict[str, Tensor]:
         counts.append(int(batch.weight.sum()))
-        return plain(self, batch, tap)
+        return original(self, batch, tap)
 
-    monkeypatch.setattr(Teacher, "ask", ask)
+    monkeypatch.setattr(Teacher, "predict_batch", predict_batch)
     return counts
 
 
@@ -62,17 +68,19 @@ def losses(run: RunDirectory) -> list[float]:
     return [r.evaluation["loss"] for r in records if r.evaluation is not None]
 
 
-def test_a_student_learns_what_its_teacher_knows(task, distilled):
-    report = distilled(task(training=UNTIL_LEARNT, spec={"heads": ["sentiment"]}))
+def test_a_student_learns_from_its_teacher(task: MakeTask, distilled: Distil) -> None:
+    report = distilled(task(training=CONVERGED, spec={"heads": ["sentiment"]}))
     evaluation = report.evaluation
     assert report.outcome == "succeeded"
     assert evaluation["split"] == "test"
     assert evaluation["heads"].keys() == {"sentiment"}
-    assert evaluation["heads"]["sentiment"]["agreement"] > LEARNT
+    assert evaluation["heads"]["sentiment"]["agreement"] > MIN_AGREEMENT
     assert evaluate_gate(Gate(min_macro_f1_share=0.9), evaluation).passed
 
 
-def test_the_evaluation_says_what_the_gate_and_a_person_need(task, distilled, teacher_dir):
+def test_the_evaluation_compares_student_and_teacher(
+    task: MakeTask, distilled: Distil, teacher_dir: Path
+) -> None:
     evaluation = distilled(task()).evaluation
     assert set(evaluation["student_over_teacher"]) == {"sentiment", "topics"}
     for name, head in evaluation["heads"].items():
@@ -95,7 +103,9 @@ def test_the_evaluation_says_what_the_gate_and_a_person_need(task, distilled, te
     assert evaluation["validation"]["macro_f1"] > 0
 
 
-def test_the_artifact_is_whole_and_knows_its_teacher(task, distilled, run, teacher_dir):
+def test_the_artifact_is_valid_and_records_its_teacher(
+    task: MakeTask, distilled: Distil, run: RunDirectory, teacher_dir: Path
+) -> None:
     report = distilled(task())
     artifact = read_artifact(run.export)
     verify_artifact(artifact)
@@ -112,7 +122,9 @@ def test_the_artifact_is_whole_and_knows_its_teacher(task, distilled, run, teach
     assert worst is not None
 
 
-def test_thresholds_fitted_on_validation_judge_on_test_and_are_kept(task, distilled, run):
+def test_thresholds_fitted_on_validation_are_used_on_test_and_stored(
+    task: MakeTask, distilled: Distil, run: RunDirectory
+) -> None:
     evaluation = distilled(task()).evaluation
     artifact = read_artifact(run.export)
     for side in (evaluation, evaluation["teacher"]):
@@ -130,17 +142,23 @@ def test_thresholds_fitted_on_validation_judge_on_test_and_are_kept(task, distil
         with torch.no_grad():
             logits.append(classifier(torch.tensor(texts.tokens(row)[None]).long())["topics"])
     head = artifact.heads[1]
-    answered = predict(head, torch.cat(logits).numpy(), artifact.calibration["topics"].cuts(head))
+    answered = predict(
+        head, torch.cat(logits).numpy(), artifact.calibration["topics"].logit_thresholds(head)
+    )
     found = head_metrics(head, predicted=answered, labels=rows.labels["topics"])
     assert found.macro_f1 == pytest.approx(evaluation["heads"]["topics"]["macro_f1"])
 
 
-def test_a_teacher_without_multi_label_heads_is_not_asked_about_validation(task, distilled, asked):
+def test_a_teacher_without_multi_label_heads_does_not_run_on_validation(
+    task: MakeTask, distilled: Distil, queries: list[int]
+) -> None:
     distilled(task(spec={"heads": ["sentiment"]}, distillation={"signals": "cached"}))
-    assert sum(asked) == 60 + 240
+    assert sum(queries) == 60 + 240
 
 
-def test_projections_are_learnt_but_not_exported(task, distilled, run):
+def test_projections_are_learnt_but_not_exported(
+    task: MakeTask, distilled: Distil, run: RunDirectory
+) -> None:
     report = distilled(
         task(
             distillation={
@@ -155,22 +173,28 @@ def test_projections_are_learnt_but_not_exported(task, distilled, run):
     assert not any("projections" in name for name in load_classifier(run.export).state_dict())
 
 
-def test_hidden_states_are_asked_online_unless_keeping_them_is_asked_for(task, distilled, asked):
+def test_hidden_states_are_computed_online_unless_the_spec_caches_them(
+    task: MakeTask, distilled: Distil, queries: list[int]
+) -> None:
     report = distilled(task(distillation={"hidden_weight": 0.5, "signals": "cached"}))
     assert report.details["signals"] == "online"
-    assert sum(asked) == HELD_OUT + 2 * 240
+    assert sum(queries) == HELD_OUT + 2 * 240
 
 
 @pytest.mark.parametrize(
     ("mode", "texts"),
     [("online", HELD_OUT + 3 * 240), ("auto", HELD_OUT + 240), ("cached", HELD_OUT + 240)],
 )
-def test_the_teacher_is_asked_as_often_as_the_mode_says(task, distilled, asked, mode, texts):
+def test_the_teacher_runs_as_often_as_the_mode_requires(
+    task: MakeTask, distilled: Distil, queries: list[int], mode: str, texts: int
+) -> None:
     distilled(task(training={"epochs": 3}, distillation={"signals": mode}))
-    assert sum(asked) == texts
+    assert sum(queries) == texts
 
 
-def test_all_modes_give_the_same_student(task, run, world, tmp_path):
+def test_all_modes_give_the_same_student(
+    task: MakeTask, run: RunDirectory, world: World, tmp_path: Path
+) -> None:
     found = []
     for mode in ("online", "auto", "cached"):
         place = RunDirectory(tmp_path / mode)
@@ -181,38 +205,50 @@ def test_all_modes_give_the_same_student(task, run, world, tmp_path):
         assert other == pytest.approx(found[0], rel=1e-4)
 
 
-def test_a_second_job_asks_the_same_teacher_nothing(task, world, tmp_path, asked, caplog):
+def test_a_second_job_does_not_run_the_same_teacher_again(
+    task: MakeTask,
+    world: World,
+    tmp_path: Path,
+    queries: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     job = task(cache_dir=tmp_path / "signals")
     distill(RunDirectory(tmp_path / "first"), job, world, Position())
-    asked.clear()
+    queries.clear()
     with caplog.at_level(logging.WARNING, logger="services"):
         distill(RunDirectory(tmp_path / "second"), job, world, Position())
-    assert asked == []
+    assert queries == []
     assert caplog.records == []
 
 
-def test_unlabelled_texts_are_answered_by_the_teacher(task, distilled, new_dataset):
+def test_unlabelled_texts_are_trained_on_with_the_teachers_outputs(
+    task: MakeTask, distilled: Distil, new_dataset: MakeDataset
+) -> None:
     more = new_dataset(dict.fromkeys(Split, 100), seed=5, heads=[])
     report = distilled(task(unlabelled_dirs=[more]))
     assert report.details["unlabelled_texts"] == 300
     assert report.details["training_texts"] == 540
 
 
-def test_a_student_with_another_tokenizer_learns_too(task, distilled, run, teacher_dir):
+def test_a_student_with_another_tokenizer_learns_too(
+    task: MakeTask, distilled: Distil, run: RunDirectory, teacher_dir: Path
+) -> None:
     config = task().spec.student.config
     report = distilled(
         task(
             student={"config": config, "tokenizer": {"train": True, "vocab_size": 300}},
-            training=UNTIL_LEARNT,
+            training=CONVERGED,
             spec={"heads": ["sentiment"]},
         )
     )
     own, other = load_tokenizer(run.export), load_tokenizer(teacher_dir)
     assert own.get_vocab() != other.get_vocab()
-    assert report.evaluation["heads"]["sentiment"]["agreement"] > LEARNT
+    assert report.evaluation["heads"]["sentiment"]["agreement"] > MIN_AGREEMENT
 
 
-def test_an_encoder_learns_from_a_decoder(task, distilled, run):
+def test_an_encoder_learns_from_a_decoder(
+    task: MakeTask, distilled: Distil, run: RunDirectory
+) -> None:
     encoder = {
         "model_type": "bert",
         "hidden_size": 24,
@@ -229,13 +265,15 @@ def test_an_encoder_learns_from_a_decoder(task, distilled, run):
     assert read_artifact(run.export).pooling == "first"
 
 
-def test_a_student_cut_from_its_teacher_is_distilled(task, distilled):
+def test_a_student_cut_from_its_teacher_is_distilled(task: MakeTask, distilled: Distil) -> None:
     student = {"layers_of_teacher": 2, "tokenizer": "teacher"}
-    report = distilled(task(student=student, training=UNTIL_LEARNT))
-    assert report.evaluation["heads"]["sentiment"]["agreement"] > LEARNT
+    report = distilled(task(student=student, training=CONVERGED))
+    assert report.evaluation["heads"]["sentiment"]["agreement"] > MIN_AGREEMENT
 
 
-def test_without_held_out_texts_nothing_is_claimed(task, distilled, run, new_dataset):
+def test_without_held_out_texts_the_evaluation_is_empty(
+    task: MakeTask, distilled: Distil, run: RunDirectory, new_dataset: MakeDataset
+) -> None:
     rows = {Split.TRAIN: 64, Split.VALIDATION: 0, Split.TEST: 0}
     report = distilled(task(dataset_dir=new_dataset(rows)))
     assert report.evaluation == {}
@@ -243,24 +281,28 @@ def test_without_held_out_texts_nothing_is_claimed(task, distilled, run, new_dat
     verify_artifact(read_artifact(run.export))
 
 
-def test_without_a_test_split_validation_judges(task, distilled, new_dataset):
+def test_without_a_test_split_the_validation_split_is_evaluated(
+    task: MakeTask, distilled: Distil, new_dataset: MakeDataset
+) -> None:
     rows = {Split.TRAIN: 64, Split.VALIDATION: 20, Split.TEST: 0}
     assert distilled(task(dataset_dir=new_dataset(rows))).evaluation["split"] == "validation"
 
 
 @pytest.mark.parametrize("stopped", [7, 15, 30])  # between evaluations, and where one is due
-def test_a_stopped_job_goes_on_where_it_was(task, world, tmp_path, monkeypatch, stopped):
+def test_a_stopped_job_resumes_where_it_stopped(
+    task: MakeTask, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: int
+) -> None:
     whole = RunDirectory(tmp_path / "whole")
     distill(whole, task(), world, Position())
 
     first, second = RunDirectory(tmp_path / "first"), RunDirectory(tmp_path / "second")
-    calls = []
+    calls: list[int] = []
 
     def stop_in_that_step() -> list[float]:
         calls.append(1)
-        return [1.0, 0.0, 0.0] if len(calls) == asking + stopped else [0.0, 0.0, 0.0]
+        return [1.0, 0.0, 0.0] if len(calls) == checks + stopped else [0.0, 0.0, 0.0]
 
-    asking = count_of_batches(task, world, tmp_path, monkeypatch)
+    checks = checks_before_training(task, world, tmp_path, monkeypatch)
     monkeypatch.setattr(world.stopping, "flags", stop_in_that_step)
     report = distill(first, task(), world, Position())
     assert (report.outcome, report.stop_reason, report.steps) == ("stopped", "cancelled", stopped)
@@ -272,81 +314,104 @@ def test_a_stopped_job_goes_on_where_it_was(task, world, tmp_path, monkeypatch, 
     assert losses(first) + losses(second) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def count_of_batches(task, world, tmp_path, monkeypatch) -> int:
-    """Return how often the ranks look for a stop request before the first step."""
-    calls = []
+def checks_before_training(
+    task: MakeTask, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """Return how often the ranks check for a stop request before the first step."""
+    calls: list[int] = []
+
+    def no_stop() -> list[float]:
+        calls.append(1)
+        return [0.0, 0.0, 0.0]
+
     with monkeypatch.context() as patch:
-        patch.setattr(world.stopping, "flags", lambda: calls.append(1) or [0.0, 0.0, 0.0])
+        patch.setattr(world.stopping, "flags", no_stop)
         job = task(training={"max_steps": 1})
         distill(RunDirectory(tmp_path / "count"), job, world, Position())
     return len(calls) - 1
 
 
-def test_a_stop_request_before_training_ends_the_job_at_once(task, world, run):
+def test_a_stop_request_before_training_ends_the_job_immediately(
+    task: MakeTask, world: World, run: RunDirectory
+) -> None:
     write_json(run.stop, {"reason": "handed_back"})
     report = distill(run, task(), world, Position())
     assert (report.outcome, report.stop_reason, report.steps) == ("stopped", "handed_back", 0)
 
 
-def test_a_teacher_that_answers_nonsense_stops_the_job(task, distilled, monkeypatch):
-    plain = Teacher.__call__
+def test_a_teacher_with_non_finite_logits_stops_the_job(
+    task: MakeTask, distilled: Distil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Teacher.__call__
 
-    def broken(self, *inputs):
-        found = plain(self, *inputs)
-        return found | {"topics": found["topics"] * torch.nan}
+    def broken(self: Teacher, *inputs: Any) -> dict[str, Tensor]:
+        outputs = original(self, *inputs)
+        return outputs | {"topics": outputs["topics"] * torch.nan}
 
     monkeypatch.setattr(Teacher, "__call__", broken)
     with pytest.raises(RunFailed, match=r"logits of head topics are not finite for line \d+ of"):
         distilled(task())
 
 
-def test_a_loss_that_is_not_finite_stops_the_job(task, distilled, monkeypatch):
-    plain = Objective.loss
-    monkeypatch.setattr(Objective, "loss", lambda *inputs: plain(*inputs) * torch.nan)
+def test_a_loss_that_is_not_finite_stops_the_job(
+    task: MakeTask, distilled: Distil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Objective.loss
+    monkeypatch.setattr(Objective, "loss", lambda *inputs: original(*inputs) * torch.nan)
     with pytest.raises(RunFailed, match="The loss of step 1 is nan: lower the lea") as failed:
         distilled(task())
     assert failed.value.reason == "non_finite_loss"
 
 
-def test_weights_of_heads_that_do_not_exist_are_refused(task, distilled):
+def test_weights_of_heads_that_do_not_exist_are_refused(task: MakeTask, distilled: Distil) -> None:
     with pytest.raises(RunFailed, match="names mood; the heads are sentiment, topics") as failed:
         distilled(task(distillation={"head_weights": {"mood": 1.0}}))
     assert failed.value.reason == "bad_spec"
 
 
-def test_a_head_of_weight_zero_is_left_as_it_began(task, distilled, run):
+def test_a_head_of_weight_zero_keeps_its_initial_weights(
+    task: MakeTask, distilled: Distil, run: RunDirectory
+) -> None:
     distilled(task(distillation={"head_weights": {"topics": 0.0}}))
-    bias = load_classifier(run.export).heads["topics"].bias
-    assert bias.abs().max() == 0
-    assert load_classifier(run.export).heads["sentiment"].bias.abs().max() > 0
+    heads = load_classifier(run.export).heads
+    assert heads.get_parameter("topics.bias").abs().max() == 0
+    assert heads.get_parameter("sentiment.bias").abs().max() > 0
 
 
-def test_progress_tells_the_phases_and_the_size_of_the_answers(task, distilled, run):
+def test_progress_reports_the_phases_and_the_size_of_the_outputs(
+    task: MakeTask, distilled: Distil, run: RunDirectory
+) -> None:
     distilled(task())
     records = [json.loads(line) for line in Path(run.progress).read_text().splitlines()]
     phases = {record["phase"] for record in records}
     assert {"loading", "wrapping", "evaluating", "training", "exporting", "finishing"} <= phases
-    assert any("answers take" in record.get("message", "") for record in records)
+    assert any("outputs take" in record.get("message", "") for record in records)
 
 
 @pytest.mark.parametrize("planned", ["sharded", "replicated"])
-def test_the_teacher_lies_on_the_ranks_as_planned(task, distilled, run, planned):
+def test_the_teacher_is_placed_as_planned(
+    task: MakeTask, distilled: Distil, run: RunDirectory, planned: str
+) -> None:
     write_json(run.plan, {"teacher_placement": planned})
     assert distilled(task()).evaluation["teacher"]["placement"] == planned
 
 
-def test_without_a_plan_the_teacher_lies_as_the_spec_says(task, distilled):
+def test_without_a_plan_the_teacher_is_placed_as_the_spec_says(
+    task: MakeTask, distilled: Distil
+) -> None:
     report = distilled(task(distillation={"teacher_placement": "sharded"}))
     assert report.evaluation["teacher"]["placement"] == "sharded"
 
 
-def test_the_plan_has_the_last_word_on_the_teachers_placement(task, distilled, run):
-    write_json(run.plan, {"teacher_placement": "sharded"})  # a remedy moved it
+def test_the_plan_overrides_the_specs_placement(
+    task: MakeTask, distilled: Distil, run: RunDirectory
+) -> None:
+    write_json(run.plan, {"teacher_placement": "sharded"})  # a remedy changed it
     report = distilled(task(distillation={"teacher_placement": "replicated"}))
     assert report.evaluation["teacher"]["placement"] == "sharded"
 
 
-ELSEWHERE = {
+PUBLISHED: dict[str, Any] = {
     "vocab_size": 400,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -358,16 +423,21 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("kind", ["decoder", "encoder"])
-def test_a_classifier_made_elsewhere_teaches_a_student(
-    task, distilled, run, teacher_dir, tmp_path, kind
-):
+def test_a_published_classifier_teaches_a_student(
+    task: MakeTask,
+    distilled: Distil,
+    run: RunDirectory,
+    teacher_dir: Path,
+    tmp_path: Path,
+    kind: str,
+) -> None:
     torch.manual_seed(0)
     if kind == "decoder":
-        config = Qwen3Config(**ELSEWHERE, num_key_value_heads=2, head_dim=8)
+        config = Qwen3Config(**PUBLISHED, num_key_value_heads=2, head_dim=8)
         model = Qwen3ForSequenceClassification(config).eval()
     else:
-        model = BertForSequenceClassification(BertConfig(**ELSEWHERE)).eval()
-    directory, tokenizer = tmp_path / "elsewhere", load_tokenizer(teacher_dir)
+        model = BertForSequenceClassification(BertConfig(**PUBLISHED)).eval()
+    directory, tokenizer = tmp_path / "published", load_tokenizer(teacher_dir)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     job = task(
@@ -387,7 +457,7 @@ def test_a_classifier_made_elsewhere_teaches_a_student(
     for text in rows.texts:
         with torch.no_grad():
             logits = model(torch.tensor([tokenizer(text)["input_ids"]])).logits
-        answers.append(head.labels.index(ELSEWHERE["id2label"][int(logits.argmax())]))
+        answers.append(head.labels.index(PUBLISHED["id2label"][int(logits.argmax())]))
     expected = head_metrics(head, predicted=np.array(answers), labels=rows.labels["sentiment"])
     found = report.evaluation["teacher"]["heads"]["sentiment"]
     assert found["confusion"] == [list(row) for row in expected.confusion]

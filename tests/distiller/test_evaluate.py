@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from services.distiller.evaluate import agreement, compare, single_text_seconds
 from services.shared.datasets.card import Head, HeadType
@@ -14,13 +15,13 @@ RIGHT, WRONG = np.array([[2.0, 0.0], [0.0, 2.0]]), np.array([[2.0, 0.0], [2.0, 0
 LABELS = {"mood": np.array([0, 1])}
 
 
-def test_agreement_counts_whole_answers_labelled_or_not():
+def test_agreement_counts_equal_predictions_labelled_or_not() -> None:
     assert agreement(np.array([0, 1]), np.array([0, 0])) == 0.5
     one, other = np.array([[True, True], [False, True]]), np.array([[True, False], [False, True]])
     assert agreement(one, other) == 0.5
 
 
-def test_each_side_answers_by_its_own_thresholds():
+def test_each_model_predicts_with_its_own_thresholds() -> None:
     labels = {"tags": np.array([[1.0, 0.0], [0.0, 1.0]])}
     low = np.array([[-1.0, -3.0], [-3.0, -1.0]])  # right above -2, never above 0
     found = compare(
@@ -37,7 +38,7 @@ def test_each_side_answers_by_its_own_thresholds():
     assert theirs["thresholds"] == {"x": 0.5, "y": 0.5}
 
 
-def test_a_student_is_compared_head_by_head():
+def test_a_student_is_compared_head_by_head() -> None:
     found = compare(
         [MOOD],
         student={"mood": WRONG},
@@ -52,7 +53,7 @@ def test_a_student_is_compared_head_by_head():
     assert found["heads"]["mood"]["agreement"] == 0.5
 
 
-def test_a_teacher_that_knows_nothing_gives_no_share():
+def test_a_teacher_with_zero_macro_f1_gives_no_share() -> None:
     found = compare(
         [MOOD],
         student={"mood": RIGHT},
@@ -65,21 +66,25 @@ def test_a_teacher_that_knows_nothing_gives_no_share():
     assert "temperature" not in found["heads"]["mood"]
 
 
-def test_the_speed_is_that_of_single_texts():
+def test_the_latency_is_that_of_single_texts() -> None:
     shapes = []
 
     class Words:
         pad_token_id = 0
 
-        def __call__(self, texts, **_options):
+        def __call__(self, texts: int, **_options):
             return {"input_ids": [[1] * len(text.split()) for text in texts]}
 
-    def ask(ids, mask):
+    def classify(ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         shapes.append(tuple(ids.shape))
         return {"mood": torch.zeros(len(ids), 2)}
 
     texts = ["one", "two words", "three more words"]
-    seconds = single_text_seconds(ask, Words(), texts, max_length=8, device=torch.device("cpu"))
+    seconds = single_text_seconds(
+        classify, Words(), texts, max_length=8, device=torch.device("cpu")
+    )
     assert seconds is not None
     assert shapes == [(1, 1), (1, 1), (1, 1), (1, 1), (1, 2), (1, 3)]
-    assert single_text_seconds(ask, Words(), [], max_length=8, device=torch.device("cpu")) is None
+    assert (
+        single_text_seconds(classify, Words(), [], max_length=8, device=torch.device("cpu")) is None
+    )

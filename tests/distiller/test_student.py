@@ -1,50 +1,62 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from services.distiller.student import chosen_layers, fill_student, plan_start
+from services.distiller.student import StudentInit, kept_layers, load_student, plan_student
 from services.distiller.teacher import read_teacher
+from services.shared.jobs.run_directory import RunDirectory
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import load_tokenizer
 from services.shared.training.job_setup import chosen_recipe, shard_model
-from services.shared.training.process import RunFailed
+from services.shared.training.process import RunFailed, World
+from services.shared.training.sharding.shard import Sharded
+
+if TYPE_CHECKING:
+    from tests.distiller.conftest import MakeTask
 
 IDS = torch.tensor([[2, 9, 8, 7, 3]])
 
 
-@pytest.fixture
-def started(task, run, world, teacher_dir):
-    """Return (the filled student, how it started) for a `student` of a spec."""
+InitialiseStudent = Callable[..., tuple[Sharded, StudentInit]]
 
-    def start(**changes):
+
+@pytest.fixture
+def initialised(
+    task: MakeTask, run: RunDirectory, world: World, teacher_dir: Path
+) -> InitialiseStudent:
+    """Return a function that initialises the student of a spec, and how it did."""
+
+    def initialise(**changes: Any) -> tuple[Sharded, StudentInit]:
         job = task(**changes)
         files = read_teacher(teacher_dir, read_artifact(teacher_dir).heads, max_length=48)
-        begin = plan_start(run, job, files, world)
-        student = shard_model(begin.config, files.heads, chosen_recipe(job), world)
-        fill_student(student, begin, files, seed=job.spec.training.seed)
-        return student, begin
+        init = plan_student(run, job, files, world)
+        student = shard_model(init.config, files.heads, chosen_recipe(job), world)
+        load_student(student, init, files, seed=job.spec.training.seed)
+        return student, init
 
-    return start
-
-
-def test_the_last_layer_is_always_among_those_kept():
-    assert chosen_layers(6, 2) == [1, 3, 5]
-    assert chosen_layers(7, 3) == [0, 3, 6]
-    assert chosen_layers(4, 4) == [3]
+    return initialise
 
 
-def test_a_student_of_every_second_layer_answers_as_the_teacher_without_the_others(
-    started, teacher_dir
-):
-    student, begin = started(student={"layers_of_teacher": 2, "tokenizer": "teacher"})
+def test_the_last_layer_is_always_among_those_kept() -> None:
+    assert kept_layers(6, 2) == [1, 3, 5]
+    assert kept_layers(7, 3) == [0, 3, 6]
+    assert kept_layers(4, 4) == [3]
+
+
+def test_a_student_of_every_second_layer_equals_the_teacher_without_the_others(
+    initialised: InitialiseStudent, teacher_dir: Path
+) -> None:
+    student, init = initialised(student={"layers_of_teacher": 2, "tokenizer": "teacher"})
     expected = load_classifier(teacher_dir)
     expected.backbone.layers = torch.nn.ModuleList(expected.backbone.layers[i] for i in (1, 3))
     expected.config.num_hidden_layers = 2
-    assert begin.config.num_hidden_layers == 2
+    assert init.config.num_hidden_layers == 2
     with torch.no_grad():
         found, wanted = student.module(IDS), expected(IDS)
     for head in wanted:
@@ -52,9 +64,9 @@ def test_a_student_of_every_second_layer_answers_as_the_teacher_without_the_othe
 
 
 def test_a_student_may_start_from_a_directory_with_a_tokenizer_of_its_own(
-    started, teacher_dir, tmp_path
-):
-    student, begin = started(student={"path": "base"}, model_dir=teacher_dir)
+    initialised: InitialiseStudent, teacher_dir: Path, tmp_path: Path
+) -> None:
+    student, init = initialised(student={"path": "base"}, model_dir=teacher_dir)
     plain = load_classifier(teacher_dir)
     with torch.no_grad():
         states = student.module(IDS, None, (1, 4))[TAPPED]
@@ -62,37 +74,45 @@ def test_a_student_may_start_from_a_directory_with_a_tokenizer_of_its_own(
         # The directory gives the backbone; the heads are new.
         assert not torch.allclose(student.module(IDS)["topics"], plain(IDS)["topics"])
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
-    assert begin.tokenizer.get_vocab() == load_tokenizer(teacher_dir).get_vocab()
+    assert init.tokenizer.get_vocab() == load_tokenizer(teacher_dir).get_vocab()
 
 
-def test_a_student_from_a_config_may_have_a_tokenizer_of_its_own(started, task, teacher_dir):
+def test_a_student_from_a_config_may_have_a_tokenizer_of_its_own(
+    initialised: InitialiseStudent, task: MakeTask, teacher_dir: Path
+) -> None:
     config = task().spec.student.config
-    _, begin = started(student={"config": config, "tokenizer": {"train": True, "vocab_size": 320}})
-    assert len(begin.tokenizer) == 320
-    assert begin.config.vocab_size == 320
+    _, init = initialised(
+        student={"config": config, "tokenizer": {"train": True, "vocab_size": 320}}
+    )
+    assert len(init.tokenizer) == 320
+    assert init.config.vocab_size == 320
 
 
-def test_more_layers_than_the_teacher_has_are_refused(started, monkeypatch):
-    monkeypatch.setattr("services.distiller.student.chosen_layers", lambda n, _every: [*range(n)])
-    with pytest.raises(RunFailed, match="the teacher has 4 layers only"):
-        started(student={"layers_of_teacher": 2, "tokenizer": "teacher"})
+def test_taking_every_layer_of_the_teacher_is_refused(
+    initialised: InitialiseStudent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.distiller.student.kept_layers", lambda n, _every: [*range(n)])
+    with pytest.raises(RunFailed, match="the teacher has only 4 layers"):
+        initialised(student={"layers_of_teacher": 2, "tokenizer": "teacher"})
 
 
-def test_texts_longer_than_the_student_reads_are_refused(started, task):
+def test_texts_longer_than_the_student_reads_are_refused(
+    initialised: InitialiseStudent, task: MakeTask
+) -> None:
     config = task().spec.student.config | {"max_position_embeddings": 16}
     with pytest.raises(
         RunFailed, match="max_length is 48, but the model reads at most 16"
     ) as failed:
-        started(student={"config": config, "tokenizer": "teacher"})
+        initialised(student={"config": config, "tokenizer": "teacher"})
     assert failed.value.reason == "bad_spec"
 
 
 def test_a_directory_whose_embedding_is_smaller_than_its_tokenizer_is_refused(
-    started, teacher_dir, tmp_path: Path
-):
+    initialised: InitialiseStudent, teacher_dir: Path, tmp_path: Path
+) -> None:
     classifier = load_classifier(teacher_dir)
     classifier.backbone.resize_token_embeddings(100)
     classifier.backbone.save_pretrained(tmp_path / "base")
     load_tokenizer(teacher_dir).save_pretrained(tmp_path / "base")
-    with pytest.raises(RunFailed, match=r"knows \d+ tokens, the student's embedding only 100"):
-        started(student={"path": "base"}, model_dir=tmp_path / "base")
+    with pytest.raises(RunFailed, match=r"has \d+ tokens, the student's embedding only 100"):
+        initialised(student={"path": "base"}, model_dir=tmp_path / "base")

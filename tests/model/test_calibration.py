@@ -28,12 +28,12 @@ def draw(scale: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
-def test_the_fitted_temperature_undoes_overconfidence(scale):
+def test_the_fitted_temperature_undoes_overconfidence(scale: float) -> None:
     logits, labels = draw(scale)
     assert fit_temperature(MOOD, logits, labels) == pytest.approx(scale, rel=0.05)
 
 
-def test_calibration_lowers_the_error_of_an_overconfident_head():
+def test_calibration_lowers_the_error_of_an_overconfident_head() -> None:
     logits, labels = draw(3.0)
     before = calibration_error(MOOD, logits, labels, temperature=1.0)
     after = calibration_error(MOOD, logits, labels, temperature=3.0)
@@ -41,14 +41,14 @@ def test_calibration_lowers_the_error_of_an_overconfident_head():
     assert after < 0.01
 
 
-def test_the_error_by_hand():
+def test_the_error_by_hand() -> None:
     # Three answers of confidence 3/4 in one bin, one of them right: |3/4 - 1/3|.
     logits = np.tile([0.0, np.log(3.0)], (3, 1))
     found = calibration_error(MOOD, logits, np.array([1, 0, 0]), temperature=1.0)
     assert found == pytest.approx(0.75 - 1 / 3)
 
 
-def test_a_multi_label_head_is_calibrated_class_by_class():
+def test_a_multi_label_head_is_calibrated_class_by_class() -> None:
     logits, labels = draw(1.0)
     margin = (logits[:, 1] - logits[:, 0])[:, None] * 4
     both = np.concatenate([margin, margin], axis=1)
@@ -57,20 +57,20 @@ def test_a_multi_label_head_is_calibrated_class_by_class():
     assert calibration_error(TAGS, both, truth, temperature=4.0) < 0.01
 
 
-def test_texts_without_labels_do_not_count():
+def test_texts_without_labels_do_not_count() -> None:
     logits, labels = draw(2.0)
     labels[10_000:] = -100
     logits[10_000:] = 1e6
     assert fit_temperature(MOOD, logits, labels) == pytest.approx(2.0, rel=0.06)
 
 
-def test_no_labels_leave_the_temperature_at_one():
+def test_no_labels_leave_the_temperature_at_one() -> None:
     nothing = np.zeros((3, 2)), np.full(3, -100)
     assert fit_temperature(MOOD, *nothing) == 1.0
     assert calibration_error(MOOD, *nothing, temperature=1.0) == 0.0
 
 
-def test_a_head_without_a_mistake_on_few_texts_is_not_made_too_sure():
+def test_a_head_without_a_mistake_on_few_texts_is_not_made_too_sure() -> None:
     logits = np.tile([0.0, 2.0], (40, 1))
     temperature = fit_temperature(MOOD, logits, np.ones(40, dtype=np.int32))
     confidence = 1 / (1 + np.exp(-2 / temperature))
@@ -90,7 +90,7 @@ def test_a_fitted_threshold_has_the_highest_f1_of_all() -> None:
     thresholds = fit_thresholds(TAGS, logits, labels)
     fitted = Calibration(thresholds=thresholds)
     found = head_metrics(
-        TAGS, predicted=predict(TAGS, logits, fitted.cuts(TAGS)), labels=labels
+        TAGS, predicted=predict(TAGS, logits, fitted.logit_thresholds(TAGS)), labels=labels
     ).classes
     for c, label in enumerate(TAGS.labels):
         truth = labels[:, c] > 0.5
@@ -140,14 +140,14 @@ def test_thresholds_are_of_calibrated_probabilities_and_leave_out_unlabelled_tex
     assert fitted.temperature != pytest.approx(1.0, abs=0.02)
     chances = 1 / (1 + np.exp(-logits / fitted.temperature))
     above = chances > np.array([fitted.thresholds[label] for label in TAGS.labels])
-    assert (predict(TAGS, logits, fitted.cuts(TAGS)) == above).all()
+    assert (predict(TAGS, logits, fitted.logit_thresholds(TAGS)) == above).all()
 
 
 def test_a_single_label_head_has_no_thresholds() -> None:
     logits, labels = draw(1.0)
     fitted = calibrate([MOOD], {"mood": logits}, {"mood": labels})["mood"]
     assert fitted.thresholds == {}
-    assert fitted.cuts(MOOD) is None
+    assert fitted.logit_thresholds(MOOD) is None
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, -0.1])

@@ -12,11 +12,12 @@ import torch
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.ingest import read_card
 from services.shared.model.tokens import (
-    choose_heads,
+    TokenisedSplit,
     collate,
     encode,
     load_tokenizer,
     read_split,
+    select_heads,
     train_tokenizer,
 )
 
@@ -47,7 +48,9 @@ def dataset_dir(tmp_path: Path, heads: list[Head]) -> Path:
     return tmp_path
 
 
-def read(dataset_dir: Path, heads: list[Head], tokenizer_dir: Path, max_length: int = 64):
+def read(
+    dataset_dir: Path, heads: list[Head], tokenizer_dir: Path, max_length: int = 64
+) -> TokenisedSplit:
     return read_split(
         dataset_dir,
         Split.TRAIN,
@@ -57,7 +60,9 @@ def read(dataset_dir: Path, heads: list[Head], tokenizer_dir: Path, max_length: 
     )
 
 
-def test_a_split_keeps_lines_labels_and_what_is_missing(dataset_dir, heads, tokenizer_dir):
+def test_a_split_keeps_lines_labels_and_missing_labels(
+    dataset_dir: Path, heads: list[Head], tokenizer_dir: Path
+) -> None:
     split = read(dataset_dir, heads, tokenizer_dir)
     assert split.lines.tolist() == [1, 2, 3, 4]
     assert split.labels["sentiment"].tolist() == [1, 0, -100, 1]
@@ -65,7 +70,9 @@ def test_a_split_keeps_lines_labels_and_what_is_missing(dataset_dir, heads, toke
     np.testing.assert_array_equal(split.labels["topics"], expected)
 
 
-def test_a_head_that_the_dataset_lacks_is_missing_throughout(dataset_dir, tokenizer_dir):
+def test_a_head_that_the_dataset_lacks_is_missing_throughout(
+    dataset_dir: Path, tokenizer_dir: Path
+) -> None:
     other = [
         Head(name="mood", labels=["a", "b"]),
         Head(name="tags", type=HeadType.MULTI_LABEL, labels=["x", "y"]),
@@ -75,7 +82,9 @@ def test_a_head_that_the_dataset_lacks_is_missing_throughout(dataset_dir, tokeni
     assert np.isnan(split.labels["tags"]).all()
 
 
-def test_texts_come_back_from_their_tokens(dataset_dir, heads, tokenizer_dir):
+def test_tokens_decode_to_their_texts(
+    dataset_dir: Path, heads: list[Head], tokenizer_dir: Path
+) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     split = read(dataset_dir, heads, tokenizer_dir)
     found = [tokenizer.decode(split.tokens(i), skip_special_tokens=True) for i in range(4)]
@@ -84,8 +93,8 @@ def test_texts_come_back_from_their_tokens(dataset_dir, heads, tokenizer_dir):
 
 
 def test_a_truncated_text_keeps_its_special_tokens_and_is_counted(
-    dataset_dir, heads, tokenizer_dir, caplog
-):
+    dataset_dir: Path, heads: list[Head], tokenizer_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     with caplog.at_level(logging.WARNING):
         split = read(dataset_dir, heads, tokenizer_dir, max_length=12)
@@ -97,7 +106,9 @@ def test_a_truncated_text_keeps_its_special_tokens_and_is_counted(
     assert [ids[0], ids[-1]] == [tokenizer.bos_token_id, tokenizer.eos_token_id]
 
 
-def test_a_batch_is_padded_on_the_right(dataset_dir, heads, tokenizer_dir):
+def test_a_batch_is_padded_on_the_right(
+    dataset_dir: Path, heads: list[Head], tokenizer_dir: Path
+) -> None:
     split = read(dataset_dir, heads, tokenizer_dir)
     batch = collate(split, [0, 1], pad_id=0)
     length = int(split.lengths[0])
@@ -109,12 +120,16 @@ def test_a_batch_is_padded_on_the_right(dataset_dir, heads, tokenizer_dir):
     assert batch.labels["sentiment"].tolist() == [1, 0]
 
 
-def test_texts_of_one_length_need_no_mask(dataset_dir, heads, tokenizer_dir):
+def test_texts_of_one_length_need_no_mask(
+    dataset_dir: Path, heads: list[Head], tokenizer_dir: Path
+) -> None:
     split = read(dataset_dir, heads, tokenizer_dir)
     assert collate(split, [0, 0], pad_id=0).attention_mask is None
 
 
-def test_no_rows_give_one_dummy_text_of_weight_0_without_labels(dataset_dir, heads, tokenizer_dir):
+def test_no_rows_give_one_dummy_text_of_weight_0_without_labels(
+    dataset_dir: Path, heads: list[Head], tokenizer_dir: Path
+) -> None:
     batch = collate(read(dataset_dir, heads, tokenizer_dir), [], pad_id=7)
     assert batch.input_ids.tolist() == [[7]]
     assert batch.weight.tolist() == [0.0]
@@ -122,7 +137,7 @@ def test_no_rows_give_one_dummy_text_of_weight_0_without_labels(dataset_dir, hea
     assert batch.labels["topics"].isnan().all()
 
 
-def test_the_same_texts_train_the_same_tokenizer(tmp_path):
+def test_the_same_texts_train_the_same_tokenizer(tmp_path: Path) -> None:
     texts = [f"text number {i} about book {i % 7}" for i in range(200)]
     for name in ("a", "b"):
         train_tokenizer(texts, vocab_size=400, directory=tmp_path / name)
@@ -130,14 +145,16 @@ def test_the_same_texts_train_the_same_tokenizer(tmp_path):
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_any_text_survives_a_trained_tokenizer(tokenizer_dir):
+def test_a_trained_tokenizer_decodes_any_text_to_itself(tokenizer_dir: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     text = "  emoji 🙂, tabs\t and ünïcödé  "
     (ids,), _ = encode([text], tokenizer, max_length=None)
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_tokenizer_without_padding_token_pads_with_its_end_token(tmp_path, tokenizer_dir):
+def test_a_tokenizer_without_padding_token_pads_with_its_end_token(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(tmp_path)
@@ -145,29 +162,32 @@ def test_a_tokenizer_without_padding_token_pads_with_its_end_token(tmp_path, tok
     assert loaded.pad_token_id == loaded.eos_token_id
 
 
-def test_a_directory_without_tokenizer_is_named(tmp_path):
+def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
 
 
-def test_an_empty_text_becomes_one_padding_token():
+def test_an_empty_text_becomes_one_padding_token() -> None:
     class Wordless:
         pad_token_id = 3
 
-        def __call__(self, texts, **_options):
+        def __call__(self, texts: list[str], **_options: object) -> dict[str, list[list[int]]]:
             return {"input_ids": [[] for _ in texts]}
 
     assert encode([""], Wordless(), max_length=8) == ([[3]], [False])
 
 
-def test_unknown_heads_are_refused_with_those_there_are(dataset_dir):
+def test_unknown_heads_are_refused_with_the_known_ones(dataset_dir: Path) -> None:
     card = read_card(dataset_dir)
-    assert [h.name for h in choose_heads(card, ["topics"])] == ["topics"]
+    assert [h.name for h in select_heads(card, ["topics"])] == ["topics"]
     with pytest.raises(ValueError, match="has no head mood; it has sentiment, topics"):
-        choose_heads(card, ["mood"])
+        select_heads(card, ["mood"])
 
 
-def test_a_batch_moves_whole(dataset_dir, heads, tokenizer_dir):
+def test_every_tensor_of_a_batch_moves_to_the_device(
+    dataset_dir: Path, heads: list[Head], tokenizer_dir: Path
+) -> None:
     batch = collate(read(dataset_dir, heads, tokenizer_dir), [0, 1], pad_id=0).to("meta")
+    assert batch.attention_mask is not None
     tensors = [batch.input_ids, batch.attention_mask, batch.weight, *batch.labels.values()]
     assert {t.device for t in tensors} == {torch.device("meta")}

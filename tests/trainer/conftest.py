@@ -4,81 +4,30 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
-from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
+from services.shared.datasets.card import Split
 from services.shared.jobs.run_directory import RunDirectory, RunInput, write_json
 from services.shared.training.process import StopWatch, World
+from tests.factories import TINY_QWEN3, write_review_dataset
 
 REPOSITORY = Path(__file__).parents[2]
-GOOD = ["great", "clean", "kind", "quick", "lovely"]
-BAD = ["dirty", "rude", "slow", "broken", "awful"]
-THINGS = {"hotel": ["room", "bed", "staff"], "book": ["page", "plot", "cover"]}
-HEADS = [
-    Head(name="sentiment", labels=["bad", "good"]),
-    Head(name="topics", type=HeadType.MULTI_LABEL, labels=["book", "hotel"]),
-]
-TINY_QWEN3 = {
-    "model_type": "qwen3",
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-}
-RECIPE = {"compute": "float32", "reduce": "float32"}
+MakeTask = Callable[..., RunInput]
+Begin = Callable[..., subprocess.Popen[str]]
+Torchrun = Callable[..., tuple[int, str]]
 
-
-def write_dataset(directory: Path, rows: dict[Split, int], seed: int = 0) -> Path:
-    """Write texts whose labels follow from their words; every tenth label is missing."""
-    draw = random.Random(seed)
-    directory.mkdir(parents=True)
-    for split, count in rows.items():
-        table: dict[str, list[Any]] = {"text": [], "line": [], "sentiment": [], "topics": []}
-        for line in range(count):
-            label, topics = draw.randrange(2), sorted(draw.sample([0, 1], draw.randrange(3)))
-            words = draw.choices(GOOD if label else BAD, k=draw.randrange(1, 8))
-            words += [draw.choice(THINGS[["book", "hotel"][topic]]) for topic in topics]
-            draw.shuffle(words)
-            table["text"].append(f"{' '.join(words)} {split} {line}")
-            table["line"].append(line + 1)
-            table["sentiment"].append(None if line % 10 == 3 else label)
-            table["topics"].append(None if line % 10 == 7 else topics)
-        schema = pa.schema(
-            {
-                "text": pa.string(),
-                "line": pa.int64(),
-                "sentiment": pa.int32(),
-                "topics": pa.list_(pa.int32()),
-            }
-        )
-        pq.write_table(pa.table(table, schema=schema), directory / f"{split}.parquet")
-    card = DatasetCard(
-        id="ds_test",
-        name="test",
-        heads=HEADS,
-        rows=rows,
-        label_counts={},
-        missing_labels={},
-        sha256="0" * 64,
-    )
-    write_json(directory / "dataset.json", card)
-    return directory
+RECIPE: dict[str, Any] = {"compute": "float32", "reduce": "float32"}
 
 
 def run_input(dataset_dir: Path, **changes: Any) -> RunInput:
-    """Return what a worker would write; `training`, `recipe`, `model` and `resources` are merged."""
+    """Return the input that a worker writes for the ranks; `training` and `recipe` are merged."""
     training = {
         "epochs": 2,
         "learning_rate": 3e-3,
@@ -107,19 +56,19 @@ def run_input(dataset_dir: Path, **changes: Any) -> RunInput:
 
 
 @pytest.fixture(scope="session")
-def make_task(dataset_dir: Path) -> Callable[..., RunInput]:
-    """Return what a worker would write for the small dataset; see `run_input`."""
+def make_task(dataset_dir: Path) -> MakeTask:
+    """Return a function that makes the input of a job on the small dataset; see `run_input`."""
     return functools.partial(run_input, dataset_dir)
 
 
 @pytest.fixture(scope="session")
 def dataset_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = {Split.TRAIN: 200, Split.VALIDATION: 40, Split.TEST: 40}
-    return write_dataset(tmp_path_factory.mktemp("data") / "dataset", rows)
+    return write_review_dataset(tmp_path_factory.mktemp("data") / "dataset", rows, max_words=7)
 
 
 @pytest.fixture(scope="session")
-def begin() -> Callable[..., subprocess.Popen[str]]:
+def begin() -> Begin:
     """Start a teacher job on some ranks."""
 
     def launch(run: RunDirectory, task: RunInput, *, ranks: int = 2) -> subprocess.Popen[str]:
@@ -139,24 +88,24 @@ def begin() -> Callable[..., subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="session")
-def torchrun(begin: Callable[..., subprocess.Popen[str]]) -> Callable[..., tuple[int, str]]:
-    """Run a teacher job to its end; return its exit code and what it said on stderr."""
+def torchrun(begin: Begin) -> Torchrun:
+    """Run a teacher job to its end; return its exit code and its stderr."""
 
     def launch(run: RunDirectory, task: RunInput, *, ranks: int = 2) -> tuple[int, str]:
         process = begin(run, task, ranks=ranks)
         try:
-            _, said = process.communicate(timeout=240)
+            _, stderr = process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-        return process.returncode, said
+        return process.returncode, stderr
 
     return launch
 
 
 @pytest.fixture(scope="session")
 def lone_world(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """This process alone, for what needs no second rank."""
+    """A world of this process alone."""
     folder = tmp_path_factory.mktemp("lone")
-    stopping = StopWatch(RunDirectory(folder), rank=1)  # looks at no file
+    stopping = StopWatch(RunDirectory(folder), rank=1)  # reads no file
     return World(rank=0, size=1, device=torch.device("cpu"), stopping=stopping)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -26,9 +27,14 @@ from services.shared.training.process import Position, RunFailed
 from services.trainer.finetune import combined_loss, finetune
 from services.trainer.inputs import backbone_config
 
+if TYPE_CHECKING:
+    from tests.trainer.conftest import MakeTask
+
 
 @pytest.fixture(scope="module")
-def finished(lone_world, make_task, tmp_path_factory) -> RunDirectory:
+def finished(
+    lone_world: World, make_task: MakeTask, tmp_path_factory: pytest.TempPathFactory
+) -> RunDirectory:
     """A teacher that was trained for three epochs."""
     run = RunDirectory(tmp_path_factory.mktemp("run"))
     finetune(run, make_task(training={"epochs": 3}), lone_world, Position())
@@ -45,20 +51,20 @@ def report_of(run: RunDirectory) -> Report:
     return report
 
 
-def test_what_the_words_say_is_learnt(finished):
+def test_what_the_words_say_is_learnt(finished: RunDirectory) -> None:
     evaluation = report_of(finished).evaluation
     assert evaluation["split"] == "test"
     # 0.94 to 1 over eight seeds; processors round as differently.
     assert evaluation["heads"]["sentiment"]["accuracy"] > 0.9
 
 
-def test_every_epoch_is_evaluated_and_reported(finished):
+def test_every_epoch_is_evaluated_and_reported(finished: RunDirectory) -> None:
     evaluations = [r for r in progress_of(finished) if r.evaluation is not None]
     assert [record.epoch for record in evaluations] == [1.0, 2.0, 3.0]
     assert set(evaluations[0].evaluation["heads"]) == {"sentiment", "topics"}
 
 
-def test_phases_are_told_in_their_order(finished):
+def test_phases_are_told_in_their_order(finished: RunDirectory) -> None:
     told = list(dict.fromkeys(record.phase for record in progress_of(finished)))
     assert told == [
         Phase.LOADING,
@@ -70,7 +76,7 @@ def test_phases_are_told_in_their_order(finished):
     ]
 
 
-def test_the_first_and_the_last_step_are_reported_with_their_speed(finished):
+def test_the_first_and_the_last_step_are_reported_with_their_speed(finished: RunDirectory) -> None:
     steps = [r for r in progress_of(finished) if r.step is not None and r.loss is not None]
     assert (steps[0].step, steps[-1].step) == (1, 39)
     assert steps[-1].eta_seconds == 0
@@ -78,14 +84,14 @@ def test_the_first_and_the_last_step_are_reported_with_their_speed(finished):
     assert steps[-1].loss < steps[0].loss
 
 
-def test_the_artifact_answers_as_the_training_model_did(finished):
+def test_the_artifact_answers_as_the_training_model_did(finished: RunDirectory) -> None:
     classifier = load_classifier(finished.export)
     worst = check_golden(finished.export, classifier, load_tokenizer(finished.export))
     assert worst is not None
     assert worst < 1e-5
 
 
-def test_the_artifact_says_where_it_comes_from(finished):
+def test_the_artifact_says_where_it_comes_from(finished: RunDirectory) -> None:
     manifest = read_artifact(finished.export).manifest
     assert manifest is not None
     assert manifest.lineage["job_id"] == "job_test"
@@ -93,7 +99,7 @@ def test_the_artifact_says_where_it_comes_from(finished):
     assert manifest.metrics == report_of(finished).evaluation
 
 
-def test_memory_is_recorded_by_phase_and_once_after_wrapping(finished):
+def test_memory_is_recorded_by_phase_and_once_after_wrapping(finished: RunDirectory) -> None:
     records = [r for _, r in read_records(finished.memory_file(0), MemoryRecord)]
     phases = {record.phase for record in records}
     assert phases == {
@@ -109,7 +115,7 @@ def test_memory_is_recorded_by_phase_and_once_after_wrapping(finished):
     assert observed["sharded_units"] == observed["expected_units"] == 4
 
 
-def test_gradients_and_moments_are_counted_where_they_live(finished):
+def test_gradients_and_moments_are_counted_where_they_live(finished: RunDirectory) -> None:
     records = [r for _, r in read_records(finished.memory_file(0), MemoryRecord)]
     held = {r.phase: r.allocated_bytes for r in records if r.step == 2}
     observed = next(r.observed for r in records if r.observed)
@@ -121,13 +127,15 @@ def test_gradients_and_moments_are_counted_where_they_live(finished):
     assert held["optimizer_step"] == parameters + moments + counters
 
 
-def test_only_the_best_weights_are_kept(finished):
+def test_only_the_best_weights_are_kept(finished: RunDirectory) -> None:
     report = report_of(finished)
     names = [path.name for path in finished.checkpoints.iterdir()]
     assert names == [f"best-{report.details['best_step']:08d}"]
 
 
-def test_training_stops_when_evaluations_no_longer_improve(lone_world, make_task, tmp_path):
+def test_training_stops_when_evaluations_no_longer_improve(
+    lone_world: World, make_task: MakeTask, tmp_path: Path
+) -> None:
     run = RunDirectory(tmp_path)
     # So small a rate changes no answer: the second and the third evaluation are no better.
     changes = {"learning_rate": 1e-12, "epochs": 9, "early_stopping_patience": 2}
@@ -137,8 +145,8 @@ def test_training_stops_when_evaluations_no_longer_improve(lone_world, make_task
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(
-    finished, lone_world, make_task, tmp_path
-):
+    finished: RunDirectory, lone_world: World, make_task: MakeTask, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(finished.export, broken)
     weights = load_file(broken / "model.safetensors")
@@ -152,7 +160,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(
     assert not run.report.exists()
 
 
-def test_gradients_do_not_depend_on_the_cut_into_micro_batches(lone_world, make_task, tmp_path):
+def test_gradients_do_not_depend_on_the_cut_into_micro_batches(
+    lone_world: World, make_task: MakeTask, tmp_path: Path
+) -> None:
     losses = []
     for tokens in (4096, 48):
         run = RunDirectory(tmp_path / str(tokens))
@@ -162,7 +172,9 @@ def test_gradients_do_not_depend_on_the_cut_into_micro_batches(lone_world, make_
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_a_lower_token_budget_of_the_recipe_wins(lone_world, make_task, tmp_path):
+def test_a_lower_token_budget_of_the_recipe_wins(
+    lone_world: World, make_task: MakeTask, tmp_path: Path
+) -> None:
     run = RunDirectory(tmp_path)
     task = make_task(recipe={"micro_batch_tokens": 16}, training={"max_steps": 1})
     with pytest.raises(RunFailed, match="micro_batch_tokens") as caught:
@@ -170,11 +182,13 @@ def test_a_lower_token_budget_of_the_recipe_wins(lone_world, make_task, tmp_path
     assert caught.value.reason is Reason.BAD_SPEC
 
 
-def test_length_buckets_keep_padding_low(finished):
+def test_length_buckets_keep_padding_low(finished: RunDirectory) -> None:
     assert report_of(finished).details["padding_share"] < 0.1
 
 
-def test_a_text_longer_than_the_model_reads_is_refused(make_task, tokenizer):
+def test_a_text_longer_than_the_model_reads_is_refused(
+    make_task: MakeTask, tokenizer: PreTrainedTokenizerBase
+) -> None:
     task = make_task(training={"max_length": 64})
     task.spec.model.config["max_position_embeddings"] = 32
     try:
@@ -186,11 +200,13 @@ def test_a_text_longer_than_the_model_reads_is_refused(make_task, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(finished):
+def tokenizer(finished: RunDirectory):
     return load_tokenizer(finished.export)
 
 
-def test_a_model_directory_is_trained_further(finished, lone_world, make_task, tmp_path):
+def test_a_model_directory_is_trained_further(
+    finished: RunDirectory, lone_world: World, make_task: MakeTask, tmp_path: Path
+) -> None:
     spec = {"model": {"path": "teacher"}}
     task = make_task(model_dir=finished.export, spec=spec, training={"epochs": 1})
     report = finetune(RunDirectory(tmp_path), task, lone_world, Position())
@@ -199,7 +215,7 @@ def test_a_model_directory_is_trained_further(finished, lone_world, make_task, t
     assert report.evaluation["validation"]["loss"] < first.evaluation["loss"]
 
 
-def test_balanced_class_weights_reach_the_loss(make_task, dataset_dir):
+def test_balanced_class_weights_reach_the_loss(make_task: MakeTask, dataset_dir: Path) -> None:
     heads = make_task_heads(dataset_dir)
     logits = {"sentiment": torch.zeros(2, 2), "topics": torch.zeros(2, 2)}
     labels = {"sentiment": torch.tensor([0, 1]), "topics": torch.zeros(2, 2)}

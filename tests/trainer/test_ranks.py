@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import subprocess
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,9 +23,14 @@ from services.shared.jobs.run_directory import (
 from services.shared.jobs.state import Reason
 from services.shared.training.checkpoint import checkpoint
 
+if TYPE_CHECKING:
+    from tests.trainer.conftest import Begin, MakeTask, Torchrun
+
 
 @pytest.fixture(scope="module")
-def uninterrupted(torchrun, make_task, tmp_path_factory) -> RunDirectory:
+def uninterrupted(
+    torchrun: Torchrun, make_task: MakeTask, tmp_path_factory: pytest.TempPathFactory
+) -> RunDirectory:
     run = RunDirectory(tmp_path_factory.mktemp("uninterrupted"))
     task = make_task(training={"checkpoint_every_steps": 5, "keep_checkpoints": 10})
     code, said = torchrun(run, task)
@@ -37,14 +43,14 @@ def weights_of(run: RunDirectory) -> dict[str, str]:
     return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
 
 
-def test_both_ranks_say_what_they_hold(uninterrupted):
+def test_both_ranks_say_what_they_hold(uninterrupted: RunDirectory) -> None:
     assert uninterrupted.ranks() == [0, 1]
     assert all(uninterrupted.memory_file(rank).exists() for rank in (0, 1))
 
 
 def test_a_stopped_run_saves_and_resumes_to_the_same_bits(
-    torchrun, make_task, uninterrupted, tmp_path
-):
+    torchrun: Torchrun, make_task: MakeTask, uninterrupted: RunDirectory, tmp_path: Path
+) -> None:
     task = make_task(training={"checkpoint_every_steps": 5, "keep_checkpoints": 10})
     run = RunDirectory(tmp_path)
     write_json(run.stop, StopRequest(reason="cancelled"))
@@ -58,7 +64,9 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_bits(
     assert weights_of(run) == weights_of(uninterrupted)
 
 
-def test_one_rank_continues_what_two_began(torchrun, make_task, uninterrupted, tmp_path):
+def test_one_rank_continues_what_two_began(
+    torchrun: Torchrun, make_task: MakeTask, uninterrupted: RunDirectory, tmp_path: Path
+) -> None:
     earlier = tmp_path / "earlier"
     shutil.copytree(uninterrupted.checkpoints / "step-00000005", earlier / "step-00000005")
     run = RunDirectory(tmp_path / "run")
@@ -71,7 +79,7 @@ def test_one_rank_continues_what_two_began(torchrun, make_task, uninterrupted, t
     assert ours.evaluation["loss"] == pytest.approx(theirs.evaluation["loss"], rel=1e-3)
 
 
-def test_a_failing_rank_says_why(torchrun, make_task, tmp_path):
+def test_a_failing_rank_says_why(torchrun: Torchrun, make_task: MakeTask, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"never read")
@@ -85,7 +93,9 @@ def test_a_failing_rank_says_why(torchrun, make_task, tmp_path):
     assert not run.report.exists()
 
 
-def test_sigterm_is_answered_with_a_checkpoint(begin, make_task, tmp_path):
+def test_sigterm_is_answered_with_a_checkpoint(
+    begin: Begin, make_task: MakeTask, tmp_path: Path
+) -> None:
     run = RunDirectory(tmp_path)
     process = begin(run, make_task(training={"epochs": 1000}))
     while not any(record.step for _, record in read_records(run.progress, ProgressRecord)):

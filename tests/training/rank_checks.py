@@ -22,7 +22,7 @@ from services.shared.datasets.card import Head
 from services.shared.jobs.run_directory import MemoryRecord, RunDirectory, read_records, write_json
 from services.shared.jobs.spec import Recipe, Training
 from services.shared.memory.recipe import Engine
-from services.shared.model.classifier import build_classifier, make_config
+from services.shared.model.classifier import build_classifier, build_config
 from services.shared.training import memory_probe
 from services.shared.training.checkpoint import checkpoint
 from services.shared.training.memory_probe import MemoryProbe
@@ -62,7 +62,7 @@ def model_config(**fields: Any) -> Any:
         "num_key_value_heads": 2,
         "head_dim": 10,
     }
-    return make_config(shape | fields, vocab_size=VOCABULARY, pad_token_id=0)
+    return build_config(shape | fields, vocab_size=VOCABULARY, pad_token_id=0)
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -736,7 +736,7 @@ def architectures(world: World, directory: Path) -> Any:
             shape = {"model_type": kind, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
         if kind in ("llama", "gemma3_text"):
             shape["num_key_value_heads"] = 2
-        config = make_config(shape | fields, vocab_size=VOCABULARY, pad_token_id=0)
+        config = build_config(shape | fields, vocab_size=VOCABULARY, pad_token_id=0)
         for engine in ENGINES:
             with torch.device("meta"):
                 classifier = build_classifier(config, HEADS)

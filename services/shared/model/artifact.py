@@ -41,7 +41,7 @@ from services.shared.model.tokens import encode, pad
 GOLDEN_TOLERANCE = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.25}
 
 
-class BadArtifact(ValueError):
+class InvalidArtifact(ValueError):
     """A directory that is not a whole, unaltered model artifact."""
 
 
@@ -96,7 +96,7 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Sealed:
+class SealedArtifact:
     """What the registry keeps of an artifact."""
 
     sha256: str  # of manifest.json, which holds those of all other files
@@ -105,7 +105,7 @@ class Sealed:
 
 
 def read_artifact(directory: Path | str) -> Artifact:
-    """Read what an artifact says of itself. Raises BadArtifact."""
+    """Read what an artifact says of itself. Raises InvalidArtifact."""
     path = Path(directory)
     heads = _read(path / HEADS_FILE, HeadsFile)
     sealed = (path / MANIFEST).exists()
@@ -120,15 +120,15 @@ def read_artifact(directory: Path | str) -> Artifact:
 
 
 def verify_artifact(artifact: Artifact) -> None:
-    """Compare every file with the manifest's hash. Raises BadArtifact naming the first that differs."""
+    """Compare every file with the manifest's hash. Raises InvalidArtifact naming the first that differs."""
     if artifact.manifest is None:
-        raise BadArtifact(f"{artifact.directory} has no {MANIFEST}: its export did not finish")
+        raise InvalidArtifact(f"{artifact.directory} has no {MANIFEST}: its export did not finish")
     for name, expected in artifact.manifest.files.items():
         path = artifact.directory / name
         if not path.is_file():
-            raise BadArtifact(f"{artifact.directory}: {name} is missing")
+            raise InvalidArtifact(f"{artifact.directory}: {name} is missing")
         if file_sha256(path) != expected:
-            raise BadArtifact(f"{artifact.directory}: {name} is not the file that was exported")
+            raise InvalidArtifact(f"{artifact.directory}: {name} is not the file that was exported")
 
 
 def load_classifier(
@@ -140,13 +140,13 @@ def load_classifier(
 ) -> Classifier:
     """Return an artifact's classifier in evaluation mode; `dtype` None keeps the stored one.
 
-    Raises BadArtifact where files are missing, damaged or do not belong together.
+    Raises InvalidArtifact where files are missing, damaged or do not belong together.
     """
     artifact = read_artifact(directory)
     backbone = load_backbone(artifact.directory, dtype=dtype, attention=attention)
     classifier = wrap_backbone(backbone, artifact.heads)
     if classifier.pooling is not artifact.pooling:
-        raise BadArtifact(
+        raise InvalidArtifact(
             f"{directory}: {HEADS_FILE} says pooling {artifact.pooling}, but its architecture is "
             f"read at the {classifier.pooling} token"
         )
@@ -157,7 +157,7 @@ def load_classifier(
 def load_backbone(
     directory: Path, *, dtype: torch.dtype | None = None, attention: str = "sdpa"
 ) -> Any:
-    """Return the backbone of any local Hugging Face directory. Raises BadArtifact."""
+    """Return the backbone of any local Hugging Face directory. Raises InvalidArtifact."""
     factory: Any = AutoModel
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # this process writes logs, not to a terminal
     try:
@@ -171,21 +171,21 @@ def load_backbone(
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise BadArtifact(f"{directory} cannot be loaded as a model: {error}") from error
+        raise InvalidArtifact(f"{directory} cannot be loaded as a model: {error}") from error
     # Without this check transformers fills the gaps with random numbers and only logs it.
     missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
     if missing:
-        raise BadArtifact(f"{directory}: weights are missing, among them {missing[0]}")
+        raise InvalidArtifact(f"{directory}: weights are missing, among them {missing[0]}")
     return backbone
 
 
 def read_heads(directory: Path, heads: Sequence[Head]) -> dict[str, Tensor]:
-    """Return the heads' weights as `<head>.weight|bias`. Raises BadArtifact."""
+    """Return the heads' weights as `<head>.weight|bias`. Raises InvalidArtifact."""
     path = directory / HEADS_WEIGHTS
     try:
         weights = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise BadArtifact(f"{path} cannot be read: {error}") from error
+        raise InvalidArtifact(f"{path} cannot be read: {error}") from error
     for head in heads:
         bias = weights.get(f"{head.name}.bias")
         if (
@@ -193,16 +193,18 @@ def read_heads(directory: Path, heads: Sequence[Head]) -> dict[str, Tensor]:
             or bias.shape != (len(head.labels),)
             or f"{head.name}.weight" not in weights
         ):
-            raise BadArtifact(f"{path} does not hold head {head.name} of {len(head.labels)} labels")
+            raise InvalidArtifact(
+                f"{path} does not hold head {head.name} of {len(head.labels)} labels"
+            )
     return weights
 
 
 @torch.no_grad()
 def set_heads(classifier: Classifier, weights: Mapping[str, Tensor]) -> None:
-    """Copy the heads' weights into a whole (unsharded) classifier. Raises BadArtifact."""
+    """Copy the heads' weights into a whole (unsharded) classifier. Raises InvalidArtifact."""
     for name, parameter in classifier.heads.named_parameters():
         if weights[name].shape != parameter.shape:
-            raise BadArtifact(
+            raise InvalidArtifact(
                 f"{name} is {list(weights[name].shape)} in {HEADS_WEIGHTS}, but the backbone asks "
                 f"for {list(parameter.shape)}"
             )
@@ -232,7 +234,7 @@ def seal_artifact(
     max_length: int | None = None,
     calibration: Mapping[str, Calibration] | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> Sealed:
+) -> SealedArtifact:
     """Finish an artifact whose weights and tokenizer are in place: heads.json, then manifest.json.
 
     Every file is on disk before the manifest names it; `extra` is added to the manifest.
@@ -259,11 +261,11 @@ def seal_artifact(
     )
     write_json(directory / MANIFEST, manifest)
     sync(directory)
-    return Sealed(file_sha256(directory / MANIFEST), size_bytes, parameters)
+    return SealedArtifact(file_sha256(directory / MANIFEST), size_bytes, parameters)
 
 
 @torch.no_grad()
-def golden_texts(
+def record_golden(
     classifier: torch.nn.Module, tokenizer: Any, texts: Sequence[str], *, max_length: int | None
 ) -> Golden:
     """Run a few texts one by one through a classifier in evaluation mode, on its device.
@@ -282,7 +284,7 @@ def golden_texts(
     return Golden(max_length=max_length, texts=found)
 
 
-def write_golden(directory: Path, golden: Golden) -> None:
+def save_golden(directory: Path, golden: Golden) -> None:
     """Record golden texts in an artifact that is not yet sealed."""
     write_json(directory / GOLDEN, golden)
 
@@ -290,17 +292,17 @@ def write_golden(directory: Path, golden: Golden) -> None:
 def check_golden(directory: Path, classifier: Classifier, tokenizer: Any) -> float | None:
     """Return the largest difference from the recorded logits, relative; None where there are none.
 
-    Raises BadArtifact when it is beyond rounding.
+    Raises InvalidArtifact when it is beyond rounding.
     """
     if not (directory / GOLDEN).exists():
         return None
     golden = _read(directory / GOLDEN, Golden)
     texts = [entry.text for entry in golden.texts]
-    now = golden_texts(classifier, tokenizer, texts, max_length=golden.max_length)
+    now = record_golden(classifier, tokenizer, texts, max_length=golden.max_length)
     found = [torch.zeros(())]
     for before, after in zip(golden.texts, now.texts, strict=True):
         if before.logits.keys() != after.logits.keys():
-            raise BadArtifact(f"{directory}: {GOLDEN} was recorded for other heads")
+            raise InvalidArtifact(f"{directory}: {GOLDEN} was recorded for other heads")
         for head, recorded in before.logits.items():
             logits = torch.tensor(recorded)
             difference = (torch.tensor(after.logits[head]) - logits).abs().max()
@@ -308,7 +310,7 @@ def check_golden(directory: Path, classifier: Classifier, tokenizer: Any) -> flo
     worst = float(torch.stack(found).max())  # NaN if any is
     tolerance = GOLDEN_TOLERANCE[next(classifier.parameters()).dtype]
     if not worst <= tolerance:
-        raise BadArtifact(
+        raise InvalidArtifact(
             f"{directory}: the loaded model answers its golden texts with logits off by {worst:.3g} "
             f"(rounding explains {tolerance}); weights or tokenizer are not those exported"
         )
@@ -337,6 +339,6 @@ def _read(path: Path, kind: type[Any]) -> Any:
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise BadArtifact(f"{path.parent} has no {path.name}") from error
+        raise InvalidArtifact(f"{path.parent} has no {path.name}") from error
     except ValidationError as error:
-        raise BadArtifact(f"{path} is damaged: {error}") from error
+        raise InvalidArtifact(f"{path} is damaged: {error}") from error

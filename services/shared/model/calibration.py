@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.shared.datasets.card import Head, HeadType
-from services.shared.model.metrics import Array, labelled
+from services.shared.model.metrics import Array, labelled_mask
 
 NUM_BINS = 15  # as in Guo et al. 2017
 # A head outside these is not miscalibrated but untrained.
@@ -39,7 +39,7 @@ class Calibration(BaseModel):
     temperature: float = 1.0
     thresholds: dict[str, Threshold] = {}  # by label; multi-label heads only
 
-    def cuts(self, head: Head) -> Array | None:
+    def logit_thresholds(self, head: Head) -> Array | None:
         """Return the thresholds as logits [C]; None for a head that has none."""
         if not self.thresholds:
             return None
@@ -72,7 +72,7 @@ def fit_thresholds(head: Head, logits: Array, labels: Array) -> dict[str, float]
     """
     if head.type is not HeadType.MULTI_LABEL:
         return {}
-    keep = labelled(head, labels)
+    keep = labelled_mask(head, labels)
     scores, truth = logits[keep].astype(np.float64), labels[keep] > 0.5
     return {
         label: 1 / (1 + math.exp(-_best_cut(scores[:, c], truth[:, c])))
@@ -88,7 +88,7 @@ def fit_temperature(head: Head, logits: Array, labels: Array) -> float:
     (N + 1) / (N + 2) only (Platt 1999, section 2.2): else a head without a mistake on few texts would
     be made sure beyond all reason.
     """
-    keep = labelled(head, labels)
+    keep = labelled_mask(head, labels)
     if not keep.any():
         return 1.0
     chosen, truth = logits[keep].astype(np.float64), labels[keep]
@@ -109,7 +109,7 @@ def calibration_error(head: Head, logits: Array, labels: Array, *, temperature: 
     A single-label answer has one confidence, its probability; a multi-label head has one for each
     class, that of the answer given. Texts without labels are left out.
     """
-    keep = labelled(head, labels)
+    keep = labelled_mask(head, labels)
     scaled, truth = logits[keep].astype(np.float64) / temperature, labels[keep]
     if not len(scaled):
         return 0.0

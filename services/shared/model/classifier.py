@@ -156,7 +156,7 @@ def hidden_size(config: PretrainedConfig) -> int:
     return size
 
 
-def make_config(
+def build_config(
     mapping: Mapping[str, Any], *, vocab_size: int, pad_token_id: int
 ) -> PretrainedConfig:
     """Return the transformers configuration that a spec describes, for a given tokenizer.
@@ -241,7 +241,7 @@ def initial_projections(classifier: Classifier, seed: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def init_heads(classifier: Classifier, seed: int) -> None:
+def initialise_heads(classifier: Classifier, seed: int) -> None:
     """Set the heads of a whole (unsharded, not meta) classifier to their first weights."""
     for name, value in initial_heads(classifier, seed).items():
         classifier.heads.get_parameter(name).copy_(value)

@@ -72,7 +72,7 @@ def predict(head: Head, logits: Array, cuts: Array | None = None) -> Array:
     return np.asarray(np.argmax(logits, axis=1))
 
 
-def labelled(head: Head, labels: Array) -> Array:
+def labelled_mask(head: Head, labels: Array) -> Array:
     """Return which texts carry a label: booleans [N]."""
     if head.type is HeadType.MULTI_LABEL:
         return np.asarray(~np.isnan(labels).any(axis=1))
@@ -81,7 +81,7 @@ def labelled(head: Head, labels: Array) -> Array:
 
 def head_metrics(head: Head, *, predicted: Array, labels: Array) -> HeadMetrics:
     """Compare answers (as `predict` gives them) with labels [N] or [N, C]."""
-    keep = labelled(head, labels)
+    keep = labelled_mask(head, labels)
     predicted, labels = predicted[keep], labels[keep]
     if head.type is HeadType.MULTI_LABEL:
         return _multi_label(head, predicted.astype(bool), labels > 0.5)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from services.shared.datasets.card import Head, HeadType
-from services.shared.model.metrics import MISSING, Array, labelled
+from services.shared.model.metrics import MISSING, Array, labelled_mask
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def balanced_weights(heads: Sequence[Head], labels: Mapping[str, Array]) -> dict
     weights = {}
     for head in heads:
         values = labels[head.name]
-        values = values[labelled(head, values)]
+        values = values[labelled_mask(head, values)]
         if head.type is HeadType.SINGLE_LABEL:
             counts = np.bincount(values, minlength=len(head.labels))
             balanced = len(values) / (len(head.labels) * np.maximum(counts, 1)) * (counts > 0)
@@ -106,4 +106,4 @@ def labelled_counts(
 ) -> dict[str, int]:
     """Return how many of some texts carry a label, by head: the denominators of a step."""
     chosen = np.asarray(rows, dtype=np.int64)
-    return {head.name: int(labelled(head, labels[head.name][chosen]).sum()) for head in heads}
+    return {head.name: int(labelled_mask(head, labels[head.name][chosen]).sum()) for head in heads}

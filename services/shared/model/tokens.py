@@ -140,7 +140,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: Path) -
     return load_tokenizer(directory)
 
 
-def choose_heads(card: DatasetCard, names: Sequence[str] | None) -> list[Head]:
+def select_heads(card: DatasetCard, names: Sequence[str] | None) -> list[Head]:
     """Return the heads of the dataset that a spec names, or all. Raises ValueError for others."""
     if names is None:
         return list(card.heads)

@@ -64,7 +64,7 @@ def evaluate(
     for head in heads:
         labels = split.labels[head.name]
         fitted = (calibration or {}).get(head.name, Calibration())
-        answered = predict(head, logits[head.name], fitted.cuts(head))
+        answered = predict(head, logits[head.name], fitted.logit_thresholds(head))
         metrics = head_metrics(head, predicted=answered, labels=labels)
         table[head.name] = metrics.as_dict()
         target = torch.from_numpy(labels)

@@ -19,10 +19,10 @@ from services.api.serving.errors import TextTooLong
 from services.api.serving.prediction import FloatArray
 from services.shared.datasets.card import Head, HeadType
 from services.shared.model.artifact import (
-    golden_texts,
+    record_golden,
     save_classifier,
+    save_golden,
     seal_artifact,
-    write_golden,
 )
 from services.shared.model.classifier import build_classifier
 from services.shared.model.tokens import train_tokenizer
@@ -150,7 +150,7 @@ def write_artifact(
     classifier.to(stored)
     save_classifier(classifier, directory)
     classifier.float()
-    write_golden(directory, golden_texts(classifier, tokenizer, words, max_length=24))
+    save_golden(directory, record_golden(classifier, tokenizer, words, max_length=24))
     seal_artifact(
         directory,
         heads=HEADS,

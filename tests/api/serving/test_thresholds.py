@@ -55,7 +55,7 @@ def fitted(new_artifact: Callable[..., Path]) -> tuple[Path, Calibration]:
     # A label's truth is that its logit is among the highest third: no head learns better.
     labels = (logits > np.quantile(logits, 0.67, axis=0)).astype(np.float32)
     found = calibrate([head], {"topics": logits}, {"topics": labels})["topics"]
-    assert (predict(head, logits, found.cuts(head)) == labels).all()
+    assert (predict(head, logits, found.logit_thresholds(head)) == labels).all()
     assert (predict(head, logits) != labels).any(axis=0).all()
     keep(directory, found)
     return directory, found
@@ -78,7 +78,7 @@ def test_predict_answers_by_the_fitted_thresholds(
     client: Any, fitted: tuple[Path, Calibration]
 ) -> None:
     head, logits = topics_of(fitted[0])
-    expected = predict(head, logits, fitted[1].cuts(head))
+    expected = predict(head, logits, fitted[1].logit_thresholds(head))
     answers = client.post("/predict", json={"inputs": TEXTS}).json()
     for answer, wanted in zip(answers, expected, strict=True):
         predicted = {row["label"] for row in answer["topics"] if row["predicted"]}

@@ -38,7 +38,7 @@ from services.shared.datasets.card import Head, Split
 from services.shared.jobs.gates import HeadComparison
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.calibration import Calibration
-from services.shared.model.metrics import head_metrics, labelled, predict
+from services.shared.model.metrics import head_metrics, labelled_mask, predict
 from services.shared.model.tokens import Rows, encode, load_tokenizer, read_rows
 
 MIN_AGREEMENT = 0.99
@@ -107,13 +107,13 @@ def compare_heads(
     """
     result = {}
     for head in heads:
-        thresholds = calibration.get(head.name, Calibration()).cuts(head)
+        thresholds = calibration.get(head.name, Calibration()).logit_thresholds(head)
         reference = predict(head, expected[head.name], thresholds)
         quantized = predict(head, actual[head.name], thresholds)
         agreement = float(np.mean(reference == quantized))
         before = head_metrics(head, predicted=reference, labels=rows.labels[head.name]).macro_f1
         after = head_metrics(head, predicted=quantized, labels=rows.labels[head.name]).macro_f1
-        has_labels = bool(labelled(head, rows.labels[head.name]).any())
+        has_labels = bool(labelled_mask(head, rows.labels[head.name]).any())
         result[head.name] = HeadComparison(
             texts=len(rows),
             agreement=agreement,

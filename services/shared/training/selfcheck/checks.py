@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.shared.datasets.card import Head
-from services.shared.model.classifier import build_classifier, make_config
+from services.shared.model.classifier import build_classifier, build_config
 from services.shared.training.optim.adamw_8bit import AdamW8Bit
 from services.shared.training.selfcheck.rank_checks import check_ranks
 
@@ -220,7 +220,7 @@ def _checkpointing(device: torch.device) -> Result:
         "num_key_value_heads": 1,
         "head_dim": 16,
     }
-    config = make_config(shape, vocab_size=64, pad_token_id=0)
+    config = build_config(shape, vocab_size=64, pad_token_id=0)
     head = Head(name="check", labels=["a", "b"])
     saved = []
     for enabled in (False, True):

@@ -16,7 +16,7 @@ import torch.multiprocessing as processes
 from services.shared.datasets.card import Head
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Recipe
-from services.shared.model.classifier import build_classifier, make_config
+from services.shared.model.classifier import build_classifier, build_config
 from services.shared.training.memory_probe import observe
 from services.shared.training.process import StopWatch, World
 from services.shared.training.sharding.load import initialise
@@ -180,7 +180,7 @@ def _observe_sharding(rank: int, size: int, device: torch.device, scratch: str) 
     world = World(rank=rank, size=size, device=device, stopping=stopping)
     with torch.device("meta"):
         classifier = build_classifier(
-            make_config(_SHAPE, vocab_size=512, pad_token_id=0),
+            build_config(_SHAPE, vocab_size=512, pad_token_id=0),
             [Head(name="check", labels=["a", "b"])],
         )
     recipe = Recipe() if device.type != "cpu" else Recipe(compute="float32", reduce="float32")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from services.shared.files.atomic_write import shared_partial_path
 from services.shared.jobs.run_directory import RunDirectory, write_json
-from services.shared.model.artifact import golden_texts, write_golden, write_heads
+from services.shared.model.artifact import record_golden, save_golden, write_heads
 from services.shared.training.process import World
 from services.shared.training.sharding.safetensors_ranges import Layout, TensorWriter
 from services.shared.training.sharding.shard import DTYPES, Piece, Sharded
@@ -52,7 +52,7 @@ def export_unsealed(
     `run.export`, until `put_in_place` gives it that name. Raises OSError on rank 0.
     """
     sharded.module.eval()
-    golden = golden_texts(sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length)
+    golden = record_golden(sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length)
     sharded.reshard()
     aside = shared_partial_path(run.export)
     if world.is_first:
@@ -62,7 +62,7 @@ def export_unsealed(
     export_weights(sharded, aside, world)
     if world.is_first:
         tokenizer.save_pretrained(str(aside))
-        write_golden(aside, golden)
+        save_golden(aside, golden)
     return aside
 
 

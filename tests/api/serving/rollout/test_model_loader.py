@@ -30,7 +30,7 @@ from services.api.serving.quantization.weights_file import save_int8_weights
 from services.api.serving.rollout.model_loader import load_student
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.files.hashing import file_sha256
-from services.shared.model.artifact import BadArtifact, load_classifier
+from services.shared.model.artifact import InvalidArtifact, load_classifier
 from services.shared.model.tokens import encode, load_tokenizer
 
 TEXTS = ["the room was clean", "the battery died after two days", "a", "good book " * 9]
@@ -102,7 +102,7 @@ def test_an_artifact_that_was_altered_is_refused(new_artifact: Any) -> None:
     directory = new_artifact("qwen3")
     weights = load_file(directory / "classifier_heads.safetensors")
     save_file({k: v + 1 for k, v in weights.items()}, directory / "classifier_heads.safetensors")
-    with pytest.raises(BadArtifact, match="classifier_heads"):
+    with pytest.raises(InvalidArtifact, match="classifier_heads"):
         load_student(promoted(directory), SETTINGS)
 
 
