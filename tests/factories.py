@@ -75,6 +75,8 @@ TINY_QWEN3: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 12,
 }
+# A student for a teacher of TINY_QWEN3 with four layers.
+TINY_STUDENT = TINY_QWEN3 | {"hidden_size": 24, "intermediate_size": 48}
 
 
 def write_review_dataset(

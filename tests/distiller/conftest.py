@@ -18,10 +18,9 @@ from services.shared.model.classifier import build_classifier, build_config, ini
 from services.shared.model.objective import supervised_loss
 from services.shared.model.tokens import collate, read_rows, read_split, train_tokenizer
 from services.shared.training.process import Position, StopWatch, World
-from tests.factories import REVIEW_HEADS, TINY_QWEN3, write_review_dataset
+from tests.factories import REVIEW_HEADS, TINY_QWEN3, TINY_STUDENT, write_review_dataset
 
 TEACHER = TINY_QWEN3 | {"num_hidden_layers": 4}
-STUDENT = TEACHER | {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2}
 MakeTask = Callable[..., RunInput]
 MakeDataset = Callable[..., Path]
 Distil = Callable[[RunInput], Report]
@@ -52,7 +51,7 @@ def make_teacher(directory: Path, dataset_dir: Path, *, epochs: int = 8) -> Path
             sums = supervised_loss(logits, batch.labels, REVIEW_HEADS)
             loss = torch.stack([s.total / max(1, int(s.count)) for s in sums.values()]).sum()
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
     save_classifier(classifier.eval(), directory)
     seal_artifact(
@@ -80,7 +79,7 @@ def run_input(dataset_dir: Path, teacher_dir: Path, **changes: Any) -> RunInput:
         "kind": "distill",
         "dataset_id": "ds_test",
         "teacher": {"path": "teacher"},
-        "student": changes.pop("student", {"config": STUDENT, "tokenizer": "teacher"}),
+        "student": changes.pop("student", {"config": TINY_STUDENT, "tokenizer": "teacher"}),
         "training": training,
         "recipe": recipe,
         "distillation": changes.pop("distillation", {}),

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    PreTrainedModel,
     Qwen3Config,
     Qwen3ForSequenceClassification,
 )
@@ -38,6 +39,7 @@ from services.shared.model.artifact import (
 from services.shared.model.metrics import head_metrics, predict
 from services.shared.model.tokens import Batch, load_tokenizer, read_rows, tokenise
 from services.shared.training.process import Position, RunFailed, World
+from tests.factories import TINY_STUDENT
 
 if TYPE_CHECKING:
     from tests.distiller.conftest import Distil, MakeDataset, MakeTask
@@ -233,10 +235,9 @@ def test_unlabelled_texts_are_trained_on_with_the_teachers_outputs(
 def test_a_student_with_another_tokenizer_learns_too(
     task: MakeTask, distilled: Distil, run: RunDirectory, teacher_dir: Path
 ) -> None:
-    config = task().spec.student.config
     report = distilled(
         task(
-            student={"config": config, "tokenizer": {"train": True, "vocab_size": 300}},
+            student={"config": TINY_STUDENT, "tokenizer": {"train": True, "vocab_size": 300}},
             training=CONVERGED,
             spec={"heads": ["sentiment"]},
         )
@@ -434,9 +435,10 @@ def test_a_published_classifier_teaches_a_student(
     torch.manual_seed(0)
     if kind == "decoder":
         config = Qwen3Config(**PUBLISHED, num_key_value_heads=2, head_dim=8)
-        model = Qwen3ForSequenceClassification(config).eval()
+        model: PreTrainedModel = Qwen3ForSequenceClassification(config)  # type: ignore[no-untyped-call]
     else:
-        model = BertForSequenceClassification(BertConfig(**PUBLISHED)).eval()
+        model = BertForSequenceClassification(BertConfig(**PUBLISHED))
+    model.train(mode=False)
     directory, tokenizer = tmp_path / "published", load_tokenizer(teacher_dir)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

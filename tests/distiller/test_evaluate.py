@@ -72,7 +72,7 @@ def test_the_latency_is_that_of_single_texts() -> None:
     class Words:
         pad_token_id = 0
 
-        def __call__(self, texts: int, **_options):
+        def __call__(self, texts: list[str], **_options: object) -> dict[str, list[list[int]]]:
             return {"input_ids": [[1] * len(text.split()) for text in texts]}
 
     def classify(ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from services.shared.model.tokens import load_tokenizer
 from services.shared.training.job_setup import chosen_recipe, shard_model
 from services.shared.training.process import RunFailed, World
 from services.shared.training.sharding.shard import Sharded
+from tests.factories import TINY_STUDENT
 
 if TYPE_CHECKING:
     from tests.distiller.conftest import MakeTask
@@ -80,9 +81,8 @@ def test_a_student_may_start_from_a_directory_with_a_tokenizer_of_its_own(
 def test_a_student_from_a_config_may_have_a_tokenizer_of_its_own(
     initialised: InitialiseStudent, task: MakeTask, teacher_dir: Path
 ) -> None:
-    config = task().spec.student.config
     _, init = initialised(
-        student={"config": config, "tokenizer": {"train": True, "vocab_size": 320}}
+        student={"config": TINY_STUDENT, "tokenizer": {"train": True, "vocab_size": 320}}
     )
     assert len(init.tokenizer) == 320
     assert init.config.vocab_size == 320
@@ -99,7 +99,7 @@ def test_taking_every_layer_of_the_teacher_is_refused(
 def test_texts_longer_than_the_student_reads_are_refused(
     initialised: InitialiseStudent, task: MakeTask
 ) -> None:
-    config = task().spec.student.config | {"max_position_embeddings": 16}
+    config = TINY_STUDENT | {"max_position_embeddings": 16}
     with pytest.raises(
         RunFailed, match="max_length is 48, but the model reads at most 16"
     ) as failed:

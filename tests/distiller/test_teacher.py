@@ -12,7 +12,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from services.distiller.teacher import match_heads, place_teacher, read_teacher
+from services.distiller.teacher import Teacher, match_heads, place_teacher, read_teacher
 from services.shared.datasets.card import Head, HeadType
 from services.shared.jobs.planning.model_shapes import read_teacher as plan_reads
 from services.shared.jobs.spec import Recipe
@@ -46,7 +46,8 @@ def published_decoder(teacher_dir: Path, tmp_path: Path) -> Path:
         pad_token_id=0,
         id2label={0: "good", 1: "bad"},
     )
-    return publish(Qwen3ForSequenceClassification(config), teacher_dir, tmp_path / "decoder")
+    model = Qwen3ForSequenceClassification(config)  # type: ignore[no-untyped-call]
+    return publish(model, teacher_dir, tmp_path / "decoder")
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_labels_in_another_order_are_matched_by_name() -> None:
 
 
 def test_a_published_decoder_classifier_is_a_teacher(published_decoder: Path, world: World) -> None:
-    model = Qwen3ForSequenceClassification.from_pretrained(published_decoder).eval()
+    model = Qwen3ForSequenceClassification.from_pretrained(published_decoder).train(mode=False)
     with torch.no_grad():
         expected = model(input_ids=IDS, attention_mask=MASK).logits
     for placement in ("replicated", "sharded"):
@@ -145,7 +146,7 @@ def test_a_published_decoder_classifier_is_a_teacher(published_decoder: Path, wo
 
 
 def test_a_published_encoder_classifier_is_a_teacher(published_encoder: Path, world: World) -> None:
-    model = BertForSequenceClassification.from_pretrained(published_encoder).eval()
+    model = BertForSequenceClassification.from_pretrained(published_encoder).train(mode=False)
     with torch.no_grad():
         expected = model(input_ids=IDS, attention_mask=MASK).logits
     found = placed(published_encoder, [MOOD], world, "auto")(IDS, MASK)["mood"]

@@ -15,20 +15,20 @@ Lengths = Sequence[int] | np.ndarray
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=80)
 
 
-def cost(part, lengths: list[int]):
-    return max(lengths[row] for row in part) * len(part) if part else 0
+def cost(part: Sequence[int], lengths: Lengths) -> int:
+    return int(max(lengths[row] for row in part)) * len(part) if part else 0
 
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 40), st.integers(64, 400))
-def test_every_text_is_dealt_once_within_the_budget(
+def test_every_text_is_in_one_batch_within_the_budget(
     lengths: list[int], ranks: int, batch_size: int, budget: int
 ) -> None:
     steps = plan_epoch(
         lengths, budget_tokens=budget, batch_size=batch_size, ranks=ranks, seed=1, epoch=0
     )
-    dealt = Counter(row for step in steps for row in step.rows)
-    assert dealt == Counter(range(len(lengths)))
+    counts = Counter(row for step in steps for row in step.rows)
+    assert counts == Counter(range(len(lengths)))
     for step in steps:
         assert len({len(rank) for rank in step.micro_batches}) == 1
         assert len(step.micro_batches) == ranks
@@ -53,7 +53,9 @@ def test_a_step_holds_the_same_texts_on_any_number_of_ranks(
 
 @settings(max_examples=40, deadline=None)
 @given(LENGTHS, st.integers(1, 4))
-def test_evaluation_deals_every_text_once_within_the_budget(lengths: list[int], ranks: int) -> None:
+def test_evaluation_batches_every_text_once_within_the_budget(
+    lengths: list[int], ranks: int
+) -> None:
     steps = plan_evaluation(lengths, budget_tokens=100, ranks=ranks)
     assert Counter(row for step in steps for row in step.rows) == Counter(range(len(lengths)))
     assert all(
@@ -65,7 +67,7 @@ def test_evaluation_deals_every_text_once_within_the_budget(lengths: list[int], 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
     lengths = list(range(1, 61))
 
-    def rows(seed: int, epoch: int):
+    def rows(seed: int, epoch: int) -> list[list[int]]:
         plan = plan_epoch(lengths, budget_tokens=600, batch_size=8, ranks=2, seed=seed, epoch=epoch)
         return [step.rows for step in plan]
 
@@ -81,12 +83,12 @@ def test_the_longest_text_is_in_the_first_step() -> None:
         assert 50 in plan[0].rows
 
 
-def test_a_text_longer_than_the_budget_is_refused_with_what_to_change() -> None:
+def test_a_text_longer_than_the_budget_is_refused_with_the_setting_to_change() -> None:
     with pytest.raises(ValueError, match="65 tokens, more than training"):
         plan_epoch([65], budget_tokens=64, batch_size=4, ranks=1, seed=0, epoch=0)
 
 
-def test_ranks_that_run_at_the_same_time_have_about_the_same_work() -> None:
+def test_concurrent_micro_batches_cost_about_the_same() -> None:
     lengths = np.random.default_rng(0).integers(1, 200, size=4000)
     plan = plan_epoch(lengths, budget_tokens=2048, batch_size=64, ranks=4, seed=0, epoch=0)
     slowest = sum(
@@ -94,8 +96,8 @@ def test_ranks_that_run_at_the_same_time_have_about_the_same_work() -> None:
         for step in plan
         for i in range(step.num_micro_batches)
     )
-    whole = sum(cost(p, lengths) for step in plan for rank in step.micro_batches for p in rank)
-    assert slowest * 4 < 1.15 * whole
+    total = sum(cost(p, lengths) for step in plan for rank in step.micro_batches for p in rank)
+    assert slowest * 4 < 1.15 * total
 
 
 def test_padding_is_counted_with_its_dummies() -> None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Split
+from services.shared.datasets.ingest import read_card
 from services.shared.jobs.run_directory import (
     MemoryRecord,
     ProgressRecord,
@@ -22,10 +24,12 @@ from services.shared.jobs.run_directory import (
 )
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.artifact import check_golden, load_classifier, read_artifact
+from services.shared.model.objective import combined_loss
 from services.shared.model.tokens import load_tokenizer, read_rows
-from services.shared.training.process import Position, RunFailed
-from services.trainer.finetune import combined_loss, finetune
+from services.shared.training.process import Position, RunFailed, World
+from services.trainer.finetune import finetune
 from services.trainer.inputs import backbone_config
+from tests.factories import TINY_QWEN3
 
 if TYPE_CHECKING:
     from tests.trainer.conftest import MakeTask
@@ -51,22 +55,22 @@ def report_of(run: RunDirectory) -> Report:
     return report
 
 
-def test_what_the_words_say_is_learnt(finished: RunDirectory) -> None:
+def test_a_teacher_learns_the_sentiment_words(finished: RunDirectory) -> None:
     evaluation = report_of(finished).evaluation
     assert evaluation["split"] == "test"
-    # 0.94 to 1 over eight seeds; processors round as differently.
+    # 0.94 to 1 over eight seeds; processors differ by as much in rounding.
     assert evaluation["heads"]["sentiment"]["accuracy"] > 0.9
 
 
 def test_every_epoch_is_evaluated_and_reported(finished: RunDirectory) -> None:
-    evaluations = [r for r in progress_of(finished) if r.evaluation is not None]
-    assert [record.epoch for record in evaluations] == [1.0, 2.0, 3.0]
-    assert set(evaluations[0].evaluation["heads"]) == {"sentiment", "topics"}
+    evaluated = [(r.epoch, r.evaluation) for r in progress_of(finished) if r.evaluation is not None]
+    assert [epoch for epoch, _ in evaluated] == [1.0, 2.0, 3.0]
+    assert set(evaluated[0][1]["heads"]) == {"sentiment", "topics"}
 
 
-def test_phases_are_told_in_their_order(finished: RunDirectory) -> None:
-    told = list(dict.fromkeys(record.phase for record in progress_of(finished)))
-    assert told == [
+def test_phases_are_reported_in_order(finished: RunDirectory) -> None:
+    phases = list(dict.fromkeys(record.phase for record in progress_of(finished)))
+    assert phases == [
         Phase.LOADING,
         Phase.WRAPPING,
         Phase.TRAINING,
@@ -76,22 +80,28 @@ def test_phases_are_told_in_their_order(finished: RunDirectory) -> None:
     ]
 
 
-def test_the_first_and_the_last_step_are_reported_with_their_speed(finished: RunDirectory) -> None:
+def test_the_first_and_the_last_step_are_reported_with_their_throughput(
+    finished: RunDirectory,
+) -> None:
     steps = [r for r in progress_of(finished) if r.step is not None and r.loss is not None]
-    assert (steps[0].step, steps[-1].step) == (1, 39)
-    assert steps[-1].eta_seconds == 0
-    assert steps[-1].tokens_per_second > 0
-    assert steps[-1].loss < steps[0].loss
+    first, last = steps[0], steps[-1]
+    assert (first.step, last.step) == (1, 39)
+    assert last.eta_seconds == 0
+    assert last.tokens_per_second is not None
+    assert last.tokens_per_second > 0
+    assert first.loss is not None
+    assert last.loss is not None
+    assert last.loss < first.loss
 
 
-def test_the_artifact_answers_as_the_training_model_did(finished: RunDirectory) -> None:
+def test_the_artifact_gives_the_logits_of_the_trained_model(finished: RunDirectory) -> None:
     classifier = load_classifier(finished.export)
     worst = check_golden(finished.export, classifier, load_tokenizer(finished.export))
     assert worst is not None
     assert worst < 1e-5
 
 
-def test_the_artifact_says_where_it_comes_from(finished: RunDirectory) -> None:
+def test_the_artifact_records_its_lineage(finished: RunDirectory) -> None:
     manifest = read_artifact(finished.export).manifest
     assert manifest is not None
     assert manifest.lineage["job_id"] == "job_test"
@@ -115,7 +125,7 @@ def test_memory_is_recorded_by_phase_and_once_after_wrapping(finished: RunDirect
     assert observed["sharded_units"] == observed["expected_units"] == 4
 
 
-def test_gradients_and_moments_are_counted_where_they_live(finished: RunDirectory) -> None:
+def test_gradients_and_moments_are_counted_in_their_phases(finished: RunDirectory) -> None:
     records = [r for _, r in read_records(finished.memory_file(0), MemoryRecord)]
     held = {r.phase: r.allocated_bytes for r in records if r.step == 2}
     observed = next(r.observed for r in records if r.observed)
@@ -160,7 +170,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(
     assert not run.report.exists()
 
 
-def test_gradients_do_not_depend_on_the_cut_into_micro_batches(
+def test_gradients_do_not_depend_on_the_split_into_micro_batches(
     lone_world: World, make_task: MakeTask, tmp_path: Path
 ) -> None:
     losses = []
@@ -172,7 +182,7 @@ def test_gradients_do_not_depend_on_the_cut_into_micro_batches(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_a_lower_token_budget_of_the_recipe_wins(
+def test_a_lower_token_budget_of_the_recipe_takes_precedence(
     lone_world: World, make_task: MakeTask, tmp_path: Path
 ) -> None:
     run = RunDirectory(tmp_path)
@@ -189,19 +199,18 @@ def test_length_buckets_keep_padding_low(finished: RunDirectory) -> None:
 def test_a_text_longer_than_the_model_reads_is_refused(
     make_task: MakeTask, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    task = make_task(training={"max_length": 64})
-    task.spec.model.config["max_position_embeddings"] = 32
-    try:
-        with pytest.raises(RunFailed, match="reads at most 32 tokens") as caught:
-            backbone_config(task, tokenizer)
-    finally:
-        del task.spec.model.config["max_position_embeddings"]
+    config = TINY_QWEN3 | {"max_position_embeddings": 32}
+    model = {"config": config, "tokenizer": {"train": True, "vocab_size": 400}}
+    task = make_task(training={"max_length": 64}, spec={"model": model})
+    with pytest.raises(RunFailed, match="reads at most 32 tokens") as caught:
+        backbone_config(task, tokenizer)
     assert caught.value.reason is Reason.BAD_SPEC
 
 
 @pytest.fixture(scope="module")
-def tokenizer(finished: RunDirectory):
-    return load_tokenizer(finished.export)
+def tokenizer(finished: RunDirectory) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = load_tokenizer(finished.export)
+    return tokenizer
 
 
 def test_a_model_directory_is_trained_further(
@@ -211,12 +220,13 @@ def test_a_model_directory_is_trained_further(
     task = make_task(model_dir=finished.export, spec=spec, training={"epochs": 1})
     report = finetune(RunDirectory(tmp_path), task, lone_world, Position())
     # One epoch from what was learnt beats one from nothing.
-    first = next(r for r in progress_of(finished) if r.evaluation is not None)
-    assert report.evaluation["validation"]["loss"] < first.evaluation["loss"]
+    first = next(r.evaluation for r in progress_of(finished) if r.evaluation is not None)
+    assert report.evaluation["validation"]["loss"] < first["loss"]
 
 
 def test_balanced_class_weights_reach_the_loss(make_task: MakeTask, dataset_dir: Path) -> None:
-    heads = make_task_heads(dataset_dir)
+    assert len(read_rows(dataset_dir, Split.TRAIN, [])) == 200
+    heads = read_card(dataset_dir).heads
     logits = {"sentiment": torch.zeros(2, 2), "topics": torch.zeros(2, 2)}
     labels = {"sentiment": torch.tensor([0, 1]), "topics": torch.zeros(2, 2)}
     counts = {"sentiment": 2, "topics": 2}
@@ -226,10 +236,3 @@ def test_balanced_class_weights_reach_the_loss(make_task: MakeTask, dataset_dir:
     # Mean over two heads: ln 2 each; with weights the first is (1 + 3) / 2 times as large.
     assert float(plain) == pytest.approx(math.log(2))
     assert float(weighted) == pytest.approx(1.5 * math.log(2))
-
-
-def make_task_heads(dataset_dir: Path):
-    from services.shared.datasets.ingest import read_card
-
-    assert len(read_rows(dataset_dir, Split.TRAIN, [])) == 200
-    return read_card(dataset_dir).heads

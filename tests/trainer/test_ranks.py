@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,8 +34,8 @@ def uninterrupted(
 ) -> RunDirectory:
     run = RunDirectory(tmp_path_factory.mktemp("uninterrupted"))
     task = make_task(training={"checkpoint_every_steps": 5, "keep_checkpoints": 10})
-    code, said = torchrun(run, task)
-    assert code == 0, said[-4000:]
+    code, stderr = torchrun(run, task)
+    assert code == 0, stderr[-4000:]
     return run
 
 
@@ -43,7 +44,7 @@ def weights_of(run: RunDirectory) -> dict[str, str]:
     return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
 
 
-def test_both_ranks_say_what_they_hold(uninterrupted: RunDirectory) -> None:
+def test_both_ranks_record_their_memory(uninterrupted: RunDirectory) -> None:
     assert uninterrupted.ranks() == [0, 1]
     assert all(uninterrupted.memory_file(rank).exists() for rank in (0, 1))
 
@@ -64,7 +65,7 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_bits(
     assert weights_of(run) == weights_of(uninterrupted)
 
 
-def test_one_rank_continues_what_two_began(
+def test_one_rank_resumes_the_checkpoint_of_two(
     torchrun: Torchrun, make_task: MakeTask, uninterrupted: RunDirectory, tmp_path: Path
 ) -> None:
     earlier = tmp_path / "earlier"
@@ -79,7 +80,9 @@ def test_one_rank_continues_what_two_began(
     assert ours.evaluation["loss"] == pytest.approx(theirs.evaluation["loss"], rel=1e-3)
 
 
-def test_a_failing_rank_says_why(torchrun: Torchrun, make_task: MakeTask, tmp_path: Path) -> None:
+def test_a_failing_rank_records_its_reason(
+    torchrun: Torchrun, make_task: MakeTask, tmp_path: Path
+) -> None:
     run = RunDirectory(tmp_path / "run")
     (tmp_path / "pickled").mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"never read")
@@ -101,6 +104,7 @@ def test_sigterm_is_answered_with_a_checkpoint(
     while not any(record.step for _, record in read_records(run.progress, ProgressRecord)):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=0.1)
+        assert process.stderr is not None
         assert process.returncode is None, process.stderr.read()[-4000:]
     process.terminate()
     process.communicate(timeout=120)
