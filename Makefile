@@ -1,4 +1,4 @@
-# `make` prints this menu. Everything lives in .venv; nothing is installed outside the checkout.
+# `make` prints this menu. Everything is installed into .venv, nothing outside the checkout.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := menu
@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt | python
 install: $(INSTALLED) ## Create .venv and install everything into it
 
 .PHONY: demo
-demo: $(INSTALLED) ## Run the whole path on real reviews: teacher, student, promotion, prediction
+demo: $(INSTALLED) ## Run the whole pipeline on real reviews: teacher, student, promotion, prediction
 	$(BIN)/stillhouse demo $(ARGS)
 
 .PHONY: up
@@ -38,7 +38,7 @@ up: $(INSTALLED) ## Start the platform on this machine: no Docker, Ctrl-C stops 
 	$(BIN)/stillhouse up $(ARGS)
 
 .PHONY: test
-test: $(INSTALLED) ## Run all tests; starts the servers that they need
+test: $(INSTALLED) ## Run all tests; the servers that they need are started
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 COMPAT := .venv-compat
@@ -51,47 +51,47 @@ $(COMPAT_INSTALLED): pyproject.toml constraints.compat.txt | python
 	@touch $@
 
 .PHONY: compat
-compat: $(COMPAT_INSTALLED) ## Run the tests of ranks and system on torch 2.5.1 (FSDP1), the stack of a DCU
+compat: $(COMPAT_INSTALLED) ## Run the rank and system tests on torch 2.5.1 (FSDP1), the stack of a DCU
 	OMP_NUM_THREADS=1 $(COMPAT)/bin/python -m pytest -n 2 --dist loadfile tests/model tests/training tests/trainer tests/distiller tests/system $(ARGS)
 
 .PHONY: env
-env: python ## Write .env for this machine and make the first API key, for docker compose
+env: python ## Write .env for this machine and create the first API key, for docker compose
 	$(PYTHON) docker/write_env.py .
 
 .PHONY: compose-test
-compose-test: $(INSTALLED) ## Build the images, walk the whole path in containers, restart and kill every part
-	$(BIN)/python -m tests.docker.walk $(ARGS)
+compose-test: $(INSTALLED) ## Build the images and test the whole pipeline in containers, restarting and killing each service
+	$(BIN)/python -m tests.docker.end_to_end $(ARGS)
 	$(BIN)/python -m tests.docker.vendor_base
 
 N ?= 300
 SEED ?=
 
 .PHONY: faults
-faults: $(INSTALLED) ## Let N random faults hit a running platform (an hour for 300; SEED=n for those again)
+faults: $(INSTALLED) ## Inject N random faults into a running platform (an hour for 300; SEED=n repeats them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --draws $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 .PHONY: check
-check: $(INSTALLED) ## Format, lint, types, walls
+check: $(INSTALLED) ## Check formatting, lint, types and import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 .PHONY: format
-format: $(INSTALLED) ## Let ruff format and mend what it can
+format: $(INSTALLED) ## Format with ruff and apply its automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 .PHONY: bench-distil
-bench-distil: $(INSTALLED) ## Measure what distillation is worth on the reviews (takes long)
+bench-distil: $(INSTALLED) ## Measure the benefit of distillation on the reviews (takes long)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation --write docs/distillation.md $(ARGS)
 
 .PHONY: bench-distil-speed
-bench-distil-speed: $(INSTALLED) ## Measure what keeping a teacher's answers saves (minutes)
+bench-distil-speed: $(INSTALLED) ## Measure the time saved by caching the teacher's outputs (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation_speed --write docs/distillation.md $(ARGS)
 
 .PHONY: bench-trainer
-bench-trainer: $(INSTALLED) ## Measure our training step against a loop written by hand (minutes)
+bench-trainer: $(INSTALLED) ## Measure our training step against a hand-written loop (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 tests/bench/bench_trainer.py $(ARGS)
 
 .PHONY: bench-serving
@@ -110,7 +110,7 @@ $(FUZZ)/.installed: tests/fuzz/requirements.txt constraints.txt | python
 	@touch $@
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) $(FUZZ)/.installed ## Send thousands of odd requests to every route of a running API (minutes)
+fuzz: $(INSTALLED) $(FUZZ)/.installed ## Fuzz every route of a running API with thousands of requests (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(FUZZ)/bin/schemathesis $(ARGS)
 
 AUDIT := .stillhouse/audit/venv
@@ -121,8 +121,8 @@ $(AUDIT)/.installed: | python
 	@touch $@
 
 .PHONY: audit
-audit: $(AUDIT)/.installed ## Ask the advisory database about every pinned version (needs the network)
-	@# --strict: a package that the database could not be asked about is a failure, not a pass.
+audit: $(AUDIT)/.installed ## Check every pinned version against the advisory database (needs the network)
+	@# --strict: a package that could not be looked up is a failure, not a pass.
 	for pins in constraints.txt constraints.compat.txt tests/fuzz/requirements.txt; do \
 	  $(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip -r $$pins $(ARGS); \
 	done

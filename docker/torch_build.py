@@ -1,12 +1,12 @@
-"""Tells which build of torch an image carries, and keeps pip from replacing it.
+"""Identifies the torch build of an image and keeps pip from replacing it.
 
     torch_build.py describe              one line (version, hip, cuda), empty without torch
-    torch_build.py pins                  constraints for torch and its companions as they are installed
-    torch_build.py without-pins          standard input less the lines that `pins` covers
+    torch_build.py pins                  constraints for torch and related packages as installed
+    torch_build.py without-pins          standard input without the lines that `pins` covers
     torch_build.py require BACKEND LINE  exits 1 unless LINE of `describe` names BACKEND (hip, cuda)
 
-Torch itself is not imported: a vendor's build needs the driver for that, which no image build sees. The
-full version (`2.5.1+das.opt1.dtk2604`) stands in the distribution's metadata.
+Torch itself is not imported: a vendor's build needs the driver for that, which is absent during an image build. The
+full version (`2.5.1+das.opt1.dtk2604`) is in the distribution's metadata.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 
-COMPANIONS = (
+RELATED_PACKAGES = (
     "apex",
     "deepspeed",
     "flash-attn",
@@ -34,22 +34,22 @@ COMPANIONS = (
 
 
 def normalised(name: str) -> str:
-    """Return a distribution's name as indexes compare it."""
+    """Return a distribution's normalised name (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def installed() -> dict[str, metadata.Distribution]:
-    """Return torch and its companions by normalised name; of two, the one that is imported."""
+    """Return torch and related packages by normalised name; of duplicates, the one that is imported."""
     found: dict[str, metadata.Distribution] = {}
     for distribution in metadata.distributions():
         name = normalised(distribution.metadata["Name"] or "")
-        if name in COMPANIONS:
+        if name in RELATED_PACKAGES:
             found.setdefault(name, distribution)
     return found
 
 
 def describe() -> str:
-    """Return version and back ends of torch; empty where there is none."""
+    """Return version and backends of torch; empty without torch."""
     torch = installed().get("torch")
     if torch is None:
         return ""
@@ -58,27 +58,27 @@ def describe() -> str:
 
 
 def pins() -> Iterator[str]:
-    """Yield a constraint for each installed companion."""
+    """Yield a constraint for each installed package of RELATED_PACKAGES."""
     for name, distribution in sorted(installed().items()):
         yield f"{name}=={distribution.version}\n"
 
 
 def without_pins(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a constraints file that name none of the installed companions."""
+    """Yield the lines of a constraints file that do not constrain such a package."""
     kept = installed()
     for line in lines:
         if normalised(re.split(r"[=<>~! \[;@]", line.strip())[0]) not in kept:
             yield line
 
 
-def objection(backend: str, line: str) -> str | None:
-    """Return what is wrong with the build that `line` describes, or None."""
+def build_mismatch(backend: str, line: str) -> str | None:
+    """Return why the build that `line` describes is unsuitable, or None."""
     if backend not in ("", "hip", "cuda"):
         return f"TORCH_BACKEND is {backend!r}; hip and cuda are known"
     if not line:
         return "no torch is installed"
     if backend and f"{backend}=None" in line:
-        return f"[{line}] was not built for {backend}: name an image that carries such a torch"
+        return f"[{line}] was not built for {backend}: choose an image with such a torch"
     return None
 
 
@@ -91,11 +91,11 @@ def main(arguments: list[str]) -> None:
         case ["without-pins"]:
             sys.stdout.writelines(without_pins(sys.stdin))
         case ["require", backend, line]:
-            problem = objection(backend, line)
+            problem = build_mismatch(backend, line)
             if problem is not None:
                 sys.exit(f"torch_build.py: {problem}")
         case _:
-            sys.exit(f"torch_build.py: what is {' '.join(arguments)!r}?")
+            sys.exit(f"torch_build.py: unknown arguments {' '.join(arguments)!r}")
 
 
 if __name__ == "__main__":

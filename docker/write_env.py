@@ -1,7 +1,7 @@
-"""Writes `.env` for the machine it stands on, and the first API key. Standard library only.
+"""Writes `.env` for this machine, and the first API key. Standard library only.
 
-Keeps what an existing `.env` says and adds what is missing, so that it can be run again. The key is
-printed once; only its hash is stored.
+Idempotent: values of an existing `.env` are kept, missing ones added. The key is printed once; only its
+hash is stored.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _GIB = 2**30
 
 
 def main(root: Path) -> None:
-    """Complete root/.env and say what was done."""
+    """Complete root/.env and print a summary."""
     env_file = root / ".env"
     known = read(env_file)
-    wanted = {**passwords(), **places(root), **memory(), **devices()}
+    wanted = {**passwords(), **paths(root), **memory(), **devices()}
     added = {name: value for name, value in wanted.items() if name not in known}
     append(env_file, added)
     known.update(added)
@@ -38,7 +38,7 @@ def main(root: Path) -> None:
         write_key(keys_file, key)
         print(f"API key (shown once, only its hash is stored): {key}")
     print(f"{env_file}: {len(added)} new values, {len(known) - len(added)} kept.")
-    print(f"Base models are looked for below {models}.")
+    print(f"Base models are read from {models}.")
     files = known.get("COMPOSE_FILE", "compose.yaml")
     print(f"docker compose reads {files}.")
     for image, of in (("DCU_IMAGE", "compose.dcu.yaml"), ("ROCM_IMAGE", "compose.rocm.yaml")):
@@ -59,7 +59,7 @@ def read(path: Path) -> dict[str, str]:
 
 
 def append(path: Path, values: dict[str, str]) -> None:
-    """Add variables to an env file that only its owner may read; what it says stays as it is."""
+    """Append variables to an env file that only its owner may read."""
     path.touch(mode=0o600)
     text = path.read_text("utf-8")
     if text and not text.endswith("\n"):
@@ -68,11 +68,11 @@ def append(path: Path, values: dict[str, str]) -> None:
 
 
 def passwords() -> dict[str, str]:
-    """Return new passwords; hexadecimal, so that they mean nothing in a URL or to a shell."""
+    """Return new passwords; hexadecimal, so that they need no quoting in a URL or a shell."""
     return {name: secrets.token_hex(24) for name in ("POSTGRES_PASSWORD", "REDIS_PASSWORD")}
 
 
-def places(root: Path) -> dict[str, str]:
+def paths(root: Path) -> dict[str, str]:
     return {
         "MODELS_DIR": str(root / "models"),
         "API_KEYS_FILE": str(root / ".secrets" / "api_keys.json"),
@@ -80,19 +80,19 @@ def places(root: Path) -> dict[str, str]:
 
 
 def memory() -> dict[str, str]:
-    """Give each worker seven eighths of the host: teacher and student are seldom large at once."""
+    """Return seven eighths of the host for each worker: teacher and student are rarely large at once."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"WORKER_MEMORY": f"{max(2, total * 7 // 8 // _GIB)}GiB"}
 
 
 def devices(root: Path = Path("/")) -> dict[str, str]:
-    """Return what the overlay of this machine's accelerator needs; nothing on a plain CPU."""
+    """Return the variables of the overlay for this machine's accelerator; none on a plain CPU."""
     if (root / "dev/kfd").exists():
         cards = ",".join(str(i) for i in range(len(list((root / "dev/dri").glob("renderD*")))))
         hygon = [path for path in _HYGON if (root / path).exists()]
         if not hygon:
             return {**overlay("rocm"), **groups(root), "ROCM_DEVICES": cards}
-        # Named even where it is absent: compose then refuses to start, instead of starting blind.
+        # Named even where it is absent: compose then refuses to start instead of starting without the driver.
         hyhal = hygon[-1] if hygon[-1].endswith("hyhal") else "opt/hyhal"
         mkfd = "/dev/mkfd" if "dev/mkfd" in hygon else "/dev/null"
         found = {"DCU_DEVICES": cards, "HYHAL_PATH": f"/{hyhal}", "DCU_MKFD": mkfd}
@@ -110,12 +110,12 @@ def overlay(kind: str) -> dict[str, str]:
 
 def groups(root: Path) -> dict[str, str]:
     video, render = group(root, "video"), group(root, "render")
-    # Compose refuses the same group twice; the containers' own user has its own anyway.
+    # Compose refuses the same group twice; the containers' user is in its own group anyway.
     return {"VIDEO_GID": video, "RENDER_GID": render if render != video else _CONTAINER_GROUP}
 
 
 def group(root: Path, name: str) -> str:
-    """Return the number of a group on this host; the owner of a render node stands in."""
+    """Return the id of a group on this host, or else the group that owns the first render node."""
     try:
         return str(grp.getgrnam(name).gr_gid)
     except KeyError:
@@ -128,11 +128,11 @@ def new_key() -> str:
 
 
 def write_key(path: Path, key: str) -> None:
-    """Write a file of keys that knows the hash of this one, with every scope."""
+    """Write a key file with the hash of this key and all scopes."""
     path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
     entry = {"sha256": hashlib.sha256(key.encode()).hexdigest(), "scopes": ["admin"]}
     path.write_text(json.dumps({"first": entry}) + "\n", "utf-8")
-    # The container's user must read it: it holds hashes of random keys, nothing that opens a door.
+    # Readable by the container's user; hashes of random keys are no secrets.
     path.chmod(0o644)
 
 

@@ -8,17 +8,44 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from services.shared.datasets.card import Head
 from services.shared.model.calibration import Calibration, calibration_error
-from services.shared.model.metrics import Array, head_metrics, predict
+from services.shared.model.metrics import Array, HeadReport, head_metrics, predict
 from services.shared.model.tokens import encode, pad
 
 LATENCY_TEXTS = 20
 _WARM_UP = 3
+
+
+class HeadEvaluation(HeadReport, total=False):
+    """The metrics of one head with its calibration, in the order of the JSON report."""
+
+    ece: float
+    temperature: float
+    ece_calibrated: float
+    thresholds: dict[str, float]  # by label
+    agreement: float  # of a student with its teacher
+
+
+class TeacherEvaluation(TypedDict):
+    """The teacher's side of a comparison; the report adds its size, latency and placement."""
+
+    heads: dict[str, HeadEvaluation]
+
+
+class Comparison(TypedDict):
+    """The evaluation of a student against its teacher."""
+
+    heads: dict[str, HeadEvaluation]
+    macro_f1: float
+    teacher: TeacherEvaluation
+    student_over_teacher: dict[
+        str, float | None
+    ]  # share of the teacher's macro-F1; None if that is 0
 
 
 def compare(
@@ -29,23 +56,18 @@ def compare(
     labels: Mapping[str, Array],
     calibration: Mapping[str, Calibration],
     teacher_calibration: Mapping[str, Calibration],
-) -> dict[str, Any]:
-    """Return the evaluation that the gate reads; each model predicts with its own thresholds.
-
-    {"heads": {name: {accuracy, macro_f1, classes, confusion, agreement, ece, ...}},
-     "teacher": {"heads": {name: {accuracy, macro_f1, ...}}},
-     "student_over_teacher": {name: share of the teacher's macro-F1, None where that is 0}}
-    """
-    ours, theirs = {}, {}
+) -> Comparison:
+    """Return the evaluation that the gate reads; each model predicts with its own thresholds."""
+    ours: dict[str, HeadEvaluation] = {}
+    theirs: dict[str, HeadEvaluation] = {}
     for head in heads:
         own, other = calibration.get(head.name), teacher_calibration.get(head.name)
         predicted = _predict(head, student[head.name], own)
         expected = _predict(head, teacher[head.name], other)
         truth = labels[head.name]
         theirs[head.name] = _head_report(head, teacher[head.name], expected, truth, other)
-        ours[head.name] = _head_report(head, student[head.name], predicted, truth, own) | {
-            "agreement": agreement(predicted, expected)
-        }
+        ours[head.name] = _head_report(head, student[head.name], predicted, truth, own)
+        ours[head.name]["agreement"] = agreement(predicted, expected)
     return {
         "heads": ours,
         "macro_f1": sum(entry["macro_f1"] for entry in ours.values()) / len(ours),
@@ -93,15 +115,21 @@ def _predict(head: Head, logits: Array, calibration: Calibration | None) -> Arra
 
 def _head_report(
     head: Head, logits: Array, predicted: Array, labels: Array, calibration: Calibration | None
-) -> dict[str, Any]:
-    report = head_metrics(head, predicted=predicted, labels=labels).as_dict()
-    report["ece"] = calibration_error(head, logits, labels, temperature=1.0)
+) -> HeadEvaluation:
+    metrics = head_metrics(head, predicted=predicted, labels=labels).report()
+    report: HeadEvaluation = {
+        **metrics,  # type: ignore[typeddict-item]  # HeadReport has none of the optional keys
+        "ece": calibration_error(head, logits, labels, temperature=1.0),
+    }
     if calibration is None:
         return report
-    temperature = calibration.temperature
-    error = calibration_error(head, logits, labels, temperature=temperature)
-    report |= {"temperature": temperature, "ece_calibrated": error}
-    return report | ({"thresholds": calibration.thresholds} if calibration.thresholds else {})
+    report["temperature"] = calibration.temperature
+    report["ece_calibrated"] = calibration_error(
+        head, logits, labels, temperature=calibration.temperature
+    )
+    if calibration.thresholds:
+        report["thresholds"] = calibration.thresholds
+    return report
 
 
 def _ratio(student: float, teacher: float) -> float | None:

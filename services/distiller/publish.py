@@ -90,7 +90,7 @@ def evaluate_student(
         for pair in (data.validation, data.evaluation)
     ]
     calibration = calibrate(data.heads, logits[0], data.validation.corpus.rows.labels)
-    evaluation = compare(
+    comparison = compare(
         data.heads,
         student=logits[1],
         teacher=teacher.logits,
@@ -98,13 +98,19 @@ def evaluate_student(
         calibration=calibration,
         teacher_calibration=teacher.calibration,
     )
-    evaluation["teacher"] |= {
+    teacher_evaluation = {
+        **comparison["teacher"],
         "parameters": teacher.files.parameters,
         "size_bytes": teacher.files.size_bytes,
         "single_text_seconds": teacher.single_text_seconds,
         "placement": teacher.placement,
     }
-    return {"split": str(data.evaluation_split)} | evaluation, calibration
+    evaluation = {
+        "split": str(data.evaluation_split),
+        **comparison,
+        "teacher": teacher_evaluation,
+    }
+    return evaluation, calibration
 
 
 def publish(

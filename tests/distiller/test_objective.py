@@ -118,5 +118,7 @@ def test_layers_are_matched_only_where_hidden_states_count() -> None:
 
 
 def test_a_teacher_whose_states_cannot_be_tapped_is_refused() -> None:
-    with pytest.raises(ValueError, match="hidden_weight: the hidden states of an encoder"):
+    with pytest.raises(
+        ValueError, match="hidden_weight: the hidden states of a plain Hugging Face encoder"
+    ):
         matched_layers(Distillation(hidden_weight=1.0), student_layers=2, teacher_layers=None)

@@ -13,11 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.docker.walk import expect
+from tests.docker.end_to_end import expect
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = "stillhouse-walk/vendor:latest"
-WORKER = "stillhouse-walk/trainer-vendor:latest"
+BASE = "stillhouse-e2e/vendor:latest"
+WORKER = "stillhouse-e2e/trainer-vendor:latest"
 
 _DOCKERFILE = """\
 FROM python:3.11-slim-bookworm

@@ -211,5 +211,5 @@ def test_a_head_name_reserved_by_torch_is_refused() -> None:
 def test_every_name_reserved_by_torch_is_refused_when_a_dataset_is_uploaded() -> None:
     reserved = {name for name in dir(nn.ModuleDict()) if not name.startswith("_")}
     for name in sorted(reserved):
-        with pytest.raises(ValueError, match="for itself"):
+        with pytest.raises(ValueError, match="cannot name a head"):
             Layout(heads=[HeadColumn(name=name)])

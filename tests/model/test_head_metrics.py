@@ -52,6 +52,6 @@ def test_no_labelled_text_gives_zeros_not_an_error() -> None:
 
 
 def test_the_report_form_names_each_class() -> None:
-    report = head_metrics(COLOUR, predicted=np.array([0]), labels=np.array([0])).as_dict()
+    report = head_metrics(COLOUR, predicted=np.array([0]), labels=np.array([0])).report()
     assert report["classes"]["blue"] == {"precision": 1, "recall": 1, "f1": 1, "support": 1}
     assert report["confusion"] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]

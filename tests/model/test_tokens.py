@@ -163,7 +163,7 @@ def test_a_tokenizer_without_padding_token_pads_with_its_end_token(
 
 
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no tokenizer"):
+    with pytest.raises(ValueError, match="has no readable tokenizer"):
         load_tokenizer(tmp_path)
 
 

@@ -1,11 +1,11 @@
-"""The model artifact: a directory that serving, distillation and plain transformers can all read.
+"""The model artifact: a directory that serving, distillation and plain transformers all read.
 
     config.json, *.safetensors      the backbone, as AutoModel.from_pretrained loads it
     classifier_heads.safetensors    <head>.weight [C, H], <head>.bias [C]
-    heads.json                      HeadsFile: pooling, heads, longest text, calibration
+    heads.json                      HeadsFile: pooling, heads, maximum length, calibration
     tokenizer files
-    golden.json                     Golden: a few texts with the logits they must give
-    manifest.json                   Manifest, written last: sha256 of each of the others
+    golden.json                     Golden: a few texts with their expected logits
+    manifest.json                   Manifest, written last: sha256 of every other file
 
 safetensors only: nothing is ever unpickled.
 """
@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -35,22 +35,25 @@ from services.shared.model.calibration import Calibration
 from services.shared.model.classifier import Classifier, Pooling, wrap_backbone
 from services.shared.model.tokens import encode, pad
 
-# Logits of the same text through another batch shape, kernel or device differ by rounding: bfloat16
-# keeps 8 bits, and dozens of layers lose some of them. Relative to 1 + the largest logit of the text;
-# a wrong weight or tokenizer is far outside.
+# Logits of the same text differ by rounding between batch shapes, kernels and devices: bfloat16 keeps
+# 8 bits, and dozens of layers lose some of them. Relative to 1 + the largest logit of the text; a wrong
+# weight or tokenizer is far outside the tolerance.
 GOLDEN_TOLERANCE = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.25}
 
 
 class InvalidArtifact(ValueError):
-    """A directory that is not a whole, unaltered model artifact."""
+    """A directory is not a complete, unaltered model artifact."""
 
 
-class _File(BaseModel):
+class _ArtifactFile(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
-class HeadsFile(_File):
-    """What the heads ask, and how the backbone is read."""
+FileT = TypeVar("FileT", bound=_ArtifactFile)
+
+
+class HeadsFile(_ArtifactFile):
+    """The heads, and the pooling of the backbone that they read."""
 
     pooling: Pooling
     heads: list[Head]
@@ -58,8 +61,8 @@ class HeadsFile(_File):
     calibration: dict[str, Calibration] = {}  # by head; absent: uncalibrated
 
 
-class Manifest(_File):
-    """Where the model comes from, how good it is, and what its files must hash to."""
+class Manifest(_ArtifactFile):
+    """Lineage and metrics of the model, and the hashes of its files."""
 
     format: int = 1
     lineage: dict[str, Any]
@@ -69,15 +72,15 @@ class Manifest(_File):
     files: dict[str, str]  # name -> sha256
 
 
-class GoldenText(_File):
-    """A text and the logits [C] by head that the exported model gave for it."""
+class GoldenText(_ArtifactFile):
+    """A text and the logits [C] by head that the exported model gave."""
 
     text: str
     logits: dict[str, list[float]]
 
 
-class Golden(_File):
-    """Texts to try a freshly loaded model on before it serves."""
+class Golden(_ArtifactFile):
+    """Texts with expected logits, to check a loaded model before it serves."""
 
     max_length: int | None
     texts: list[GoldenText]
@@ -85,7 +88,7 @@ class Golden(_File):
 
 @dataclass(frozen=True)
 class Artifact:
-    """A model directory that has been read, not loaded."""
+    """The metadata of a model directory; weights are not loaded."""
 
     directory: Path
     heads: list[Head]
@@ -97,15 +100,15 @@ class Artifact:
 
 @dataclass(frozen=True)
 class SealedArtifact:
-    """What the registry keeps of an artifact."""
+    """What the registry stores of an artifact."""
 
-    sha256: str  # of manifest.json, which holds those of all other files
+    sha256: str  # of manifest.json, which contains those of all other files
     size_bytes: int
     parameters: int
 
 
 def read_artifact(directory: Path | str) -> Artifact:
-    """Read what an artifact says of itself. Raises InvalidArtifact."""
+    """Read the metadata of an artifact. Raises InvalidArtifact."""
     path = Path(directory)
     heads = _read(path / HEADS_FILE, HeadsFile)
     sealed = (path / MANIFEST).exists()
@@ -140,15 +143,15 @@ def load_classifier(
 ) -> Classifier:
     """Return an artifact's classifier in evaluation mode; `dtype` None keeps the stored one.
 
-    Raises InvalidArtifact where files are missing, damaged or do not belong together.
+    Raises InvalidArtifact where files are missing, damaged or inconsistent.
     """
     artifact = read_artifact(directory)
     backbone = load_backbone(artifact.directory, dtype=dtype, attention=attention)
     classifier = wrap_backbone(backbone, artifact.heads)
     if classifier.pooling is not artifact.pooling:
         raise InvalidArtifact(
-            f"{directory}: {HEADS_FILE} says pooling {artifact.pooling}, but its architecture is "
-            f"read at the {classifier.pooling} token"
+            f"{directory}: {HEADS_FILE} has pooling {artifact.pooling}, but its architecture uses "
+            f"pooling {classifier.pooling}"
         )
     set_heads(classifier, read_heads(artifact.directory, artifact.heads))
     return classifier.to(device).eval()
@@ -159,7 +162,7 @@ def load_backbone(
 ) -> Any:
     """Return the backbone of any local Hugging Face directory. Raises InvalidArtifact."""
     factory: Any = AutoModel
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # this process writes logs, not to a terminal
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # this process writes logs, not a terminal
     try:
         backbone, info = factory.from_pretrained(
             str(directory),
@@ -194,7 +197,7 @@ def read_heads(directory: Path, heads: Sequence[Head]) -> dict[str, Tensor]:
             or f"{head.name}.weight" not in weights
         ):
             raise InvalidArtifact(
-                f"{path} does not hold head {head.name} of {len(head.labels)} labels"
+                f"{path} does not contain head {head.name} of {len(head.labels)} labels"
             )
     return weights
 
@@ -205,14 +208,14 @@ def set_heads(classifier: Classifier, weights: Mapping[str, Tensor]) -> None:
     for name, parameter in classifier.heads.named_parameters():
         if weights[name].shape != parameter.shape:
             raise InvalidArtifact(
-                f"{name} is {list(weights[name].shape)} in {HEADS_WEIGHTS}, but the backbone asks "
-                f"for {list(parameter.shape)}"
+                f"{name} is {list(weights[name].shape)} in {HEADS_WEIGHTS}, but the backbone "
+                f"needs {list(parameter.shape)}"
             )
         parameter.copy_(weights[name])
 
 
 def save_classifier(classifier: Classifier, directory: Path) -> None:
-    """Write the weights of a whole classifier: backbone and heads, not yet sealed."""
+    """Write the weights of a whole (unsharded) classifier; the artifact is not sealed yet."""
     directory.mkdir(parents=True, exist_ok=True)
     classifier.backbone.save_pretrained(str(directory))
     write_heads(directory, classifier.heads.state_dict())
@@ -235,17 +238,17 @@ def seal_artifact(
     calibration: Mapping[str, Calibration] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> SealedArtifact:
-    """Finish an artifact whose weights and tokenizer are in place: heads.json, then manifest.json.
+    """Complete an artifact that has weights and tokenizer: write heads.json, then manifest.json.
 
-    Every file is on disk before the manifest names it; `extra` is added to the manifest.
+    Every file is synced to disk before the manifest is written; `extra` is added to the manifest.
     """
-    about = HeadsFile(
+    heads_file = HeadsFile(
         pooling=pooling,
         heads=list(heads),
         max_length=max_length,
         calibration=dict(calibration or {}),
     )
-    write_json(directory / HEADS_FILE, about)
+    write_json(directory / HEADS_FILE, heads_file)
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST)
     for path in files:
         sync(path)
@@ -268,57 +271,57 @@ def seal_artifact(
 def record_golden(
     classifier: torch.nn.Module, tokenizer: Any, texts: Sequence[str], *, max_length: int | None
 ) -> Golden:
-    """Run a few texts one by one through a classifier in evaluation mode, on its device.
+    """Return a few texts with their logits, run one by one on the classifier's device.
 
-    Under sharding every rank must call this with the same texts.
+    Collective for a sharded classifier: every rank passes the same texts.
     """
     device = next(classifier.parameters()).device
     tokens, _ = encode(texts, tokenizer, max_length=max_length)
-    found = []
+    entries = []
     for text, ids in zip(texts, tokens, strict=True):
         input_ids, mask = pad([ids], tokenizer.pad_token_id)
         logits = classifier(input_ids.to(device), mask)
-        found.append(
+        entries.append(
             GoldenText(text=text, logits={name: row[0].tolist() for name, row in logits.items()})
         )
-    return Golden(max_length=max_length, texts=found)
+    return Golden(max_length=max_length, texts=entries)
 
 
 def save_golden(directory: Path, golden: Golden) -> None:
-    """Record golden texts in an artifact that is not yet sealed."""
+    """Write golden texts to an artifact that is not sealed yet."""
     write_json(directory / GOLDEN, golden)
 
 
 def check_golden(directory: Path, classifier: Classifier, tokenizer: Any) -> float | None:
-    """Return the largest difference from the recorded logits, relative; None where there are none.
+    """Return the largest relative difference from the recorded logits; None where none are recorded.
 
-    Raises InvalidArtifact when it is beyond rounding.
+    Raises InvalidArtifact where it exceeds GOLDEN_TOLERANCE.
     """
     if not (directory / GOLDEN).exists():
         return None
     golden = _read(directory / GOLDEN, Golden)
     texts = [entry.text for entry in golden.texts]
-    now = record_golden(classifier, tokenizer, texts, max_length=golden.max_length)
-    found = [torch.zeros(())]
-    for before, after in zip(golden.texts, now.texts, strict=True):
-        if before.logits.keys() != after.logits.keys():
+    actual = record_golden(classifier, tokenizer, texts, max_length=golden.max_length)
+    differences = [torch.zeros(())]
+    for expected, found in zip(golden.texts, actual.texts, strict=True):
+        if expected.logits.keys() != found.logits.keys():
             raise InvalidArtifact(f"{directory}: {GOLDEN} was recorded for other heads")
-        for head, recorded in before.logits.items():
+        for head, recorded in expected.logits.items():
             logits = torch.tensor(recorded)
-            difference = (torch.tensor(after.logits[head]) - logits).abs().max()
-            found.append(difference / (1 + logits.abs().max()))
-    worst = float(torch.stack(found).max())  # NaN if any is
+            difference = (torch.tensor(found.logits[head]) - logits).abs().max()
+            differences.append(difference / (1 + logits.abs().max()))
+    worst = float(torch.stack(differences).max())  # NaN if any is
     tolerance = GOLDEN_TOLERANCE[next(classifier.parameters()).dtype]
     if not worst <= tolerance:
         raise InvalidArtifact(
-            f"{directory}: the loaded model answers its golden texts with logits off by {worst:.3g} "
+            f"{directory}: the loaded model gives its golden texts logits off by {worst:.3g} "
             f"(rounding explains {tolerance}); weights or tokenizer are not those exported"
         )
     return worst
 
 
 def weights_sha256(directory: Path) -> str:
-    """Return one hash over all weight files of a model directory, by name and content."""
+    """Return one hash of the names and contents of all weight files of a model directory."""
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         digest.update(f"{path.name} {file_sha256(path)}\n".encode())
@@ -326,7 +329,7 @@ def weights_sha256(directory: Path) -> str:
 
 
 def count_parameters(directory: Path) -> int:
-    """Return how many numbers the weight files of a model directory hold."""
+    """Return the number of parameters in the weight files of a model directory."""
     count = 0
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -335,7 +338,7 @@ def count_parameters(directory: Path) -> int:
     return count
 
 
-def _read(path: Path, kind: type[Any]) -> Any:
+def _read(path: Path, kind: type[FileT]) -> FileT:
     try:
         return kind.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The classifier: a transformer backbone read at one token, and one linear head per question.
+"""The classifier: a transformer backbone, the hidden state of one token, and one linear head per label set.
 
 Legend: B texts, S tokens, H hidden size, C classes of a head, K tapped layers.
 """
@@ -19,13 +19,15 @@ from transformers.models.auto.modeling_auto import (
 
 from services.shared.datasets.card import Head
 
-TAPPED = "@hidden"  # key of forward's tapped states; no head can be named so
+TAPPED = "@hidden"  # key of the tapped states in the result of forward; not a valid head name
 
 
 class Pooling(str, Enum):
-    """The token whose hidden state stands for the text."""
+    """The token whose hidden state represents the text."""
 
-    LAST = "last"  # the last real token: all that a causal model has read
+    LAST = (
+        "last"  # the last real token: the only one that a causal model computes from the whole text
+    )
     FIRST = "first"  # the leading special token of an encoder
 
     __str__ = str.__str__
@@ -40,9 +42,9 @@ class Classifier(nn.Module):
         self.pooling = pooling_of(backbone.config)
         self.causal = is_causal(backbone.config)
         self.head_specs = tuple(heads)
-        taken = [head.name for head in heads if hasattr(nn.ModuleDict(), head.name)]
-        if taken:  # torch keeps the heads as attributes of a module, which has some of its own
-            raise ValueError(f"a head cannot be named {', '.join(taken)}: rename its column")
+        reserved = [head.name for head in heads if hasattr(nn.ModuleDict(), head.name)]
+        if reserved:  # heads are attributes of a torch module, which reserves some names
+            raise ValueError(f"a head cannot be named {', '.join(reserved)}: rename its column")
         embedded = backbone.get_input_embeddings().weight
         self.heads = nn.ModuleDict(
             {
@@ -55,11 +57,11 @@ class Classifier(nn.Module):
                 for head in heads
             }
         )
-        # By number of a student's layer, to the width of its teacher; only while distilling.
+        # By layer number, to the width of the teacher; only during distillation.
         self.projections = nn.ModuleDict()
 
     def add_projections(self, layers: Sequence[int], width: int) -> None:
-        """Give some layers' tapped states a learned linear map to `width`; never exported."""
+        """Add learned linear projections of some layers' tapped states to `width`; never exported."""
         first = next(iter(self.heads.values())).weight
         for layer in layers:
             self.projections[str(layer)] = nn.Linear(
@@ -75,8 +77,8 @@ class Classifier(nn.Module):
         embedding, the number of layers the final state) whose pooled states come back as
         `TAPPED` [B, K, H], projected where the layer has a projection.
         """
-        # A causal token never sees the padding to its right, so a decoder needs no mask: without
-        # one, attention keeps its fast causal kernel and nothing [B, 1, S, S] is materialised.
+        # With causal attention no token attends to the padding on its right, so a decoder needs no mask:
+        # without one, the fast causal kernel is used and no [B, 1, S, S] mask is materialised.
         output = self.backbone(
             input_ids=input_ids,
             attention_mask=None if self.causal else attention_mask,
@@ -98,7 +100,7 @@ class Classifier(nn.Module):
         return self.projections[name](state) if name in self.projections else state
 
     def _pool(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Pick one token of each text: [B, S, H] -> [B, H]."""
+        """Select one token of each text: [B, S, H] -> [B, H]."""
         if self.pooling is Pooling.FIRST:
             return states[:, 0]
         if attention_mask is None:
@@ -108,7 +110,7 @@ class Classifier(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute each layer's activations in the backward pass."""
-        # transformers 5.2x renamed it; its own default before was the re-entrant kind.
+        # Renamed in transformers 5.2x; the earlier default was the re-entrant implementation.
         renamed = getattr(self.backbone, "activation_checkpointing_enable", None)
         if renamed is not None:
             renamed({"use_reentrant": False})
@@ -123,10 +125,10 @@ class Classifier(nn.Module):
 
 
 def is_causal(config: PretrainedConfig) -> bool:
-    """Say whether each token sees only those before it. Raises ValueError for other architectures.
+    """Return whether attention is causal. Raises ValueError for architectures that are not supported.
 
-    transformers lists an architecture for causal language modelling, for masked language modelling
-    or for both; BERT and its kin are in both and are decoders only when their config says so.
+    transformers lists an architecture for causal language modelling, masked language modelling or
+    both; BERT and its variants are listed for both and are decoders only with `is_decoder`.
     """
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -144,7 +146,7 @@ def is_causal(config: PretrainedConfig) -> bool:
 
 
 def pooling_of(config: PretrainedConfig) -> Pooling:
-    """Return the token that a model of this configuration is read at."""
+    """Return the pooling of a model of this configuration."""
     return Pooling.LAST if is_causal(config) else Pooling.FIRST
 
 
@@ -176,7 +178,7 @@ def build_config(
             f"config.vocab_size {fields['vocab_size']} is smaller than the tokenizer's {vocab_size}"
         )
     fields = {"vocab_size": vocab_size, "pad_token_id": pad_token_id} | fields
-    # The defaults of an architecture name special tokens of its published vocabulary.
+    # The defaults of an architecture refer to special tokens of its published vocabulary.
     for name in {"bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"} & known:
         fields.setdefault(name, None)
     config = AutoConfig.for_model(kind, **fields)
@@ -196,7 +198,7 @@ def build_classifier(
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
 ) -> Classifier:
-    """Return an untrained classifier, drawn from torch's generator or empty under `device("meta")`.
+    """Return an untrained classifier, initialised by torch's generator or empty under `device("meta")`.
 
     Raises ValueError for an architecture that is neither decoder nor encoder.
     """
@@ -208,7 +210,7 @@ def build_classifier(
 
 def wrap_backbone(backbone: Any, heads: Sequence[Head]) -> Classifier:
     """Return a classifier around a loaded backbone, without its own pooling layer."""
-    # BERT's pooler would never get a gradient: data-parallel wrappers refuse unused parameters.
+    # BERT's pooler would get no gradient, and data-parallel wrappers reject unused parameters.
     if getattr(backbone, "pooler", None) is not None:
         backbone.pooler = None
     backbone.config.use_cache = False
@@ -216,20 +218,20 @@ def wrap_backbone(backbone: Any, heads: Sequence[Head]) -> Classifier:
 
 
 def initial_heads(classifier: Classifier, seed: int) -> dict[str, Tensor]:
-    """Return the first weights of the heads, the same on every rank, as `<head>.weight|bias`."""
+    """Return the initial weights of the heads, the same on every rank, as `<head>.weight|bias`."""
     generator = torch.Generator().manual_seed(seed)
-    spread = float(getattr(classifier.config, "initializer_range", 0.02) or 0.02)
+    std = float(getattr(classifier.config, "initializer_range", 0.02) or 0.02)
     width = hidden_size(classifier.config)
     state = {}
     for head in classifier.head_specs:
         weight = torch.empty(len(head.labels), width)
-        state[f"{head.name}.weight"] = weight.normal_(std=spread, generator=generator)
+        state[f"{head.name}.weight"] = weight.normal_(std=std, generator=generator)
         state[f"{head.name}.bias"] = torch.zeros(len(head.labels))
     return state
 
 
 def initial_projections(classifier: Classifier, seed: int) -> dict[str, Tensor]:
-    """Return the first weights of the projections, as `<layer>.weight|bias`: length-preserving."""
+    """Return the initial, norm-preserving weights of the projections, as `<layer>.weight|bias`."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for layer, linear in classifier.projections.items():
@@ -242,7 +244,7 @@ def initial_projections(classifier: Classifier, seed: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def initialise_heads(classifier: Classifier, seed: int) -> None:
-    """Set the heads of a whole (unsharded, not meta) classifier to their first weights."""
+    """Set the heads of a whole (unsharded, not meta) classifier to their initial weights."""
     for name, value in initial_heads(classifier, seed).items():
         classifier.heads.get_parameter(name).copy_(value)
 

@@ -1,13 +1,13 @@
-"""How good the answers of one head are: counts first, every figure derived from them.
+"""Classification metrics of one head, all derived from counts.
 
-Legend: N texts, C classes. A text without a label is left out (-100, or NaN in its row).
+Legend: N texts, C classes. Texts without a label (-100, or a NaN row) are ignored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,28 @@ Array = npt.NDArray[Any]
 MISSING = -100
 
 
+class ClassReport(TypedDict):
+    """The JSON form of ClassMetrics, by label."""
+
+    precision: float
+    recall: float
+    f1: float
+    support: int
+
+
+class HeadReport(TypedDict):
+    """The JSON form of HeadMetrics."""
+
+    texts: int
+    accuracy: float
+    macro_f1: float
+    classes: dict[str, ClassReport]
+    confusion: list[list[int]]
+
+
 @dataclass(frozen=True)
 class ClassMetrics:
-    """One class: of those answered so, how many were; of those that were, how many were found."""
+    """Metrics of one class."""
 
     label: str
     precision: float
@@ -31,20 +50,20 @@ class ClassMetrics:
 
 @dataclass(frozen=True)
 class HeadMetrics:
-    """One head over one split.
+    """Metrics of one head on one split.
 
-    `confusion` is [C][C] counts, rows true and columns answered, for a single-label head; for a
-    multi-label head [C][4] counts of true positive, false positive, false negative, true negative.
+    `confusion` is [C][C] counts, rows true and columns predicted, for a single-label head; for a
+    multi-label head it is [C][4] counts of true positive, false positive, false negative, true negative.
     """
 
     texts: int
-    accuracy: float  # multi-label: the share of texts whose whole label set is right
+    accuracy: float  # multi-label: the share of texts whose label set is predicted exactly
     macro_f1: float
     classes: tuple[ClassMetrics, ...]
     confusion: tuple[tuple[int, ...], ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what reports and manifests carry."""
+    def report(self) -> HeadReport:
+        """Return the JSON form of reports and manifests."""
         return {
             "texts": self.texts,
             "accuracy": self.accuracy,
@@ -62,13 +81,13 @@ class HeadMetrics:
         }
 
 
-def predict(head: Head, logits: Array, cuts: Array | None = None) -> Array:
-    """Return the answers: class numbers [N], or for a multi-label head booleans [N, C].
+def predict(head: Head, logits: Array, thresholds: Array | None = None) -> Array:
+    """Return predictions: class indices [N], or for a multi-label head booleans [N, C].
 
-    A multi-label head answers the classes whose logit is above `cuts` [C], 0 where there are none.
+    A multi-label head predicts the classes whose logit is above `thresholds` [C], 0 by default.
     """
     if head.type is HeadType.MULTI_LABEL:
-        return np.asarray(logits > (0 if cuts is None else cuts))
+        return np.asarray(logits > (0 if thresholds is None else thresholds))
     return np.asarray(np.argmax(logits, axis=1))
 
 
@@ -80,7 +99,7 @@ def labelled_mask(head: Head, labels: Array) -> Array:
 
 
 def head_metrics(head: Head, *, predicted: Array, labels: Array) -> HeadMetrics:
-    """Compare answers (as `predict` gives them) with labels [N] or [N, C]."""
+    """Compare predictions (see `predict`) with labels [N] or [N, C]."""
     keep = labelled_mask(head, labels)
     predicted, labels = predicted[keep], labels[keep]
     if head.type is HeadType.MULTI_LABEL:
@@ -88,12 +107,12 @@ def head_metrics(head: Head, *, predicted: Array, labels: Array) -> HeadMetrics:
     return _single_label(head, predicted.astype(np.int64), labels.astype(np.int64))
 
 
-def macro_f1(classes: Sequence[ClassMetrics], answered: Sequence[int]) -> float:
-    """Return the mean F1 over the classes that occur among labels or answers.
+def macro_f1(classes: Sequence[ClassMetrics], num_predicted: Sequence[int]) -> float:
+    """Return the mean F1 over the classes that occur among labels or predictions.
 
     This is what scikit-learn's `f1_score(average="macro", zero_division=0)` computes.
     """
-    seen = [c.f1 for c, n in zip(classes, answered, strict=True) if c.support or n]
+    seen = [c.f1 for c, n in zip(classes, num_predicted, strict=True) if c.support or n]
     return sum(seen) / len(seen) if seen else 0.0
 
 
@@ -101,12 +120,12 @@ def _single_label(head: Head, predicted: Array, labels: Array) -> HeadMetrics:
     size = len(head.labels)
     confusion = np.bincount(labels * size + predicted, minlength=size * size).reshape(size, size)
     hits = confusion.diagonal()
-    answered, support = confusion.sum(axis=0), confusion.sum(axis=1)
-    classes = _classes(head, hits, answered, support)
+    num_predicted, support = confusion.sum(axis=0), confusion.sum(axis=1)
+    classes = _classes(head, hits, num_predicted, support)
     return HeadMetrics(
         texts=len(labels),
         accuracy=_ratio(hits.sum(), len(labels)),
-        macro_f1=macro_f1(classes, answered.tolist()),
+        macro_f1=macro_f1(classes, num_predicted.tolist()),
         classes=classes,
         confusion=tuple(tuple(row) for row in confusion.tolist()),
     )
@@ -114,26 +133,28 @@ def _single_label(head: Head, predicted: Array, labels: Array) -> HeadMetrics:
 
 def _multi_label(head: Head, predicted: Array, labels: Array) -> HeadMetrics:
     hits = (predicted & labels).sum(axis=0)
-    answered, support = predicted.sum(axis=0), labels.sum(axis=0)
-    negatives = len(labels) - answered - support + hits
-    classes = _classes(head, hits, answered, support)
-    table = np.stack([hits, answered - hits, support - hits, negatives], axis=1)
+    num_predicted, support = predicted.sum(axis=0), labels.sum(axis=0)
+    negatives = len(labels) - num_predicted - support + hits
+    classes = _classes(head, hits, num_predicted, support)
+    table = np.stack([hits, num_predicted - hits, support - hits, negatives], axis=1)
     return HeadMetrics(
         texts=len(labels),
         accuracy=_ratio((predicted == labels).all(axis=1).sum(), len(labels)),
-        macro_f1=macro_f1(classes, answered.tolist()),
+        macro_f1=macro_f1(classes, num_predicted.tolist()),
         classes=classes,
         confusion=tuple(tuple(row) for row in table.tolist()),
     )
 
 
-def _classes(head: Head, hits: Array, answered: Array, support: Array) -> tuple[ClassMetrics, ...]:
+def _classes(
+    head: Head, hits: Array, num_predicted: Array, support: Array
+) -> tuple[ClassMetrics, ...]:
     return tuple(
         ClassMetrics(
             label=label,
-            precision=_ratio(hits[c], answered[c]),
+            precision=_ratio(hits[c], num_predicted[c]),
             recall=_ratio(hits[c], support[c]),
-            f1=_ratio(2 * hits[c], answered[c] + support[c]),
+            f1=_ratio(2 * hits[c], num_predicted[c] + support[c]),
             support=int(support[c]),
         )
         for c, label in enumerate(head.labels)

@@ -1,4 +1,4 @@
-"""What a classifier is trained towards: one masked loss per head.
+"""The supervised objective: one masked loss per head.
 
 Legend: B texts of a micro-batch, C classes of a head.
 """
@@ -34,7 +34,7 @@ def supervised_loss(
     """Return the summed loss by head: cross-entropy, or for multi-label binary cross-entropy.
 
     `logits[head]` is [B, C], `labels[head]` int64 [B] with -100 or float32 [B, C] with NaN rows,
-    `class_weights[head]` [C]. A multi-label text counts the mean over its classes.
+    `class_weights[head]` [C]. The loss of a multi-label text is the mean over its classes.
     """
     weights = class_weights or {}
     return {
@@ -51,7 +51,7 @@ def head_loss(
     """Return the summed loss of one head over its labelled texts."""
     if head.type is HeadType.SINGLE_LABEL:
         present = labels != MISSING
-        # ignore_index keeps the graph whole when no text carries a label: the sum is 0.
+        # With ignore_index the sum is 0, with a graph, even when no text carries a label.
         total = F.cross_entropy(
             logits, labels, weight=weights, ignore_index=MISSING, reduction="sum"
         )
@@ -73,7 +73,7 @@ def combined_loss(
     """Return this micro-batch's share of the step's loss, which is the mean over heads.
 
     Each head's sum is divided by its labelled texts in the whole step, so neither the number of
-    ranks nor the cut into micro-batches changes the gradient.
+    ranks nor the split into micro-batches changes the gradient.
     """
     sums = supervised_loss(logits, labels, heads, weights)
     shares = [sums[head.name].total / max(1, counts[head.name]) for head in heads]
@@ -81,7 +81,7 @@ def combined_loss(
 
 
 def balanced_weights(heads: Sequence[Head], labels: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Return weights [C] by head that let rare classes count as much as frequent ones.
+    """Return class weights [C] by head that give rare classes the influence of frequent ones.
 
     Single-label: N / (C * n_c), so that the mean over the texts is 1 (King and Zeng 2001, as in
     scikit-learn's "balanced"); a class without texts gets 0. Multi-label: weight of the positives,
@@ -104,6 +104,6 @@ def balanced_weights(heads: Sequence[Head], labels: Mapping[str, Array]) -> dict
 def labelled_counts(
     heads: Sequence[Head], labels: Mapping[str, Array], rows: Sequence[int]
 ) -> dict[str, int]:
-    """Return how many of some texts carry a label, by head: the denominators of a step."""
+    """Return the number of labelled texts among `rows`, by head: the denominators of a step."""
     chosen = np.asarray(rows, dtype=np.int64)
     return {head.name: int(labelled_mask(head, labels[head.name][chosen]).sum()) for head in heads}

@@ -1,4 +1,4 @@
-"""Text to token numbers to padded batches.
+"""Tokenisation: from texts to token ids to padded batches.
 
 Legend: N texts, B texts of a batch, S tokens, C classes of a head.
 """
@@ -29,7 +29,7 @@ PAD, UNKNOWN, BEGIN, END = "<pad>", "<unk>", "<s>", "</s>"
 
 @dataclass(frozen=True)
 class Rows:
-    """The texts of a split with their line in the upload and their labels.
+    """The texts of a split, their line in the uploaded file and their labels.
 
     `labels[head]` is int32 [N] with -100 where missing, or float32 [N, C] with a NaN row where missing.
     """
@@ -44,13 +44,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class TokenisedSplit:
-    """A split as token numbers: text i is `flat[offsets[i]:offsets[i + 1]]`."""
+    """A tokenised split: text i is `flat[offsets[i]:offsets[i + 1]]`."""
 
     flat: Array  # int32
     offsets: Array  # int64 [N + 1]
     lines: Array  # int64 [N]
     labels: dict[str, Array]  # as in Rows
-    truncated: int  # texts that were longer than the limit
+    truncated: int  # number of texts longer than the limit
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -61,14 +61,14 @@ class TokenisedSplit:
         return np.diff(self.offsets)
 
     def tokens(self, row: int) -> Array:
-        """Return the token numbers of one text."""
+        """Return the token ids of one text."""
         tokens: Array = self.flat[self.offsets[row] : self.offsets[row + 1]]
         return tokens
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded texts. A row of weight 0 only keeps the ranks in step."""
+    """Right-padded texts. A row of weight 0 is a dummy that equalises the forward passes of the ranks."""
 
     input_ids: Tensor  # int64 [B, S]
     attention_mask: Tensor | None  # int64 [B, S]; None where nothing is padded
@@ -89,28 +89,28 @@ class Batch:
 def load_tokenizer(directory: Path | str) -> Any:
     """Return the tokenizer of a local directory, with a padding token, padding on the right.
 
-    Raises ValueError where there is none, or where it would need code of its own.
+    Raises ValueError where there is none, or where it needs custom code.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except (OSError, KeyError, ImportError, ValueError) as error:
-        raise ValueError(f"{directory} holds no tokenizer that can be read: {error}") from error
+        raise ValueError(f"{directory} has no readable tokenizer: {error}") from error
     tokenizer.padding_side = "right"
     tokenizer.truncation_side = "right"
     if tokenizer.pad_token_id is None:
-        # Any number serves: padding is masked, and a causal token never sees it.
+        # Any token id works: padding is masked, and causal attention never reaches it.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
-        raise ValueError(f"{directory}: the tokenizer names no pad, eos or unk token to pad with")
+        raise ValueError(f"{directory}: the tokenizer defines no pad, eos or unk token to pad with")
     return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: Path) -> Any:
     """Train a byte-level BPE tokenizer, write it to `directory` and return it.
 
-    Every text is framed as `<s> text </s>`: an encoder is read at the first, a decoder at the last.
+    Every text becomes `<s> text </s>`: an encoder is pooled at the first token, a decoder at the last.
     The same texts in the same order give the same tokenizer.
     """
     bpe = Tokenizer(models.BPE())
@@ -141,7 +141,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: Path) -
 
 
 def select_heads(card: DatasetCard, names: Sequence[str] | None) -> list[Head]:
-    """Return the heads of the dataset that a spec names, or all. Raises ValueError for others."""
+    """Return the named heads of a dataset, or all of them. Raises ValueError for unknown names."""
     if names is None:
         return list(card.heads)
     by_name = {head.name: head for head in card.heads}
@@ -154,7 +154,7 @@ def select_heads(card: DatasetCard, names: Sequence[str] | None) -> list[Head]:
 
 
 def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
-    """Read texts and the labels of `heads`; a head that the dataset lacks is missing throughout."""
+    """Read texts and the labels of `heads`; a head that the dataset lacks has no labels."""
     path = dataset_dir / f"{split}.parquet"
     schema = pq.read_schema(path)
     known = [head.name for head in heads if head.name in schema.names]
@@ -171,12 +171,12 @@ def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
 
 
 def tokenise(rows: Rows, tokenizer: Any, *, max_length: int) -> TokenisedSplit:
-    """Turn texts into token numbers, at most `max_length` each, special tokens kept."""
-    tokens, cut = encode(rows.texts, tokenizer, max_length=max_length)
+    """Tokenise texts to at most `max_length` tokens each, special tokens kept."""
+    tokens, truncated = encode(rows.texts, tokenizer, max_length=max_length)
     lengths = np.fromiter((len(ids) for ids in tokens), dtype=np.int64, count=len(tokens))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     flat = np.fromiter((i for ids in tokens for i in ids), dtype=np.int32, count=offsets[-1])
-    return TokenisedSplit(flat, offsets, rows.lines, rows.labels, truncated=sum(cut))
+    return TokenisedSplit(flat, offsets, rows.lines, rows.labels, truncated=sum(truncated))
 
 
 def read_split(
@@ -189,7 +189,7 @@ def read_split(
 def encode(
     texts: Sequence[str], tokenizer: Any, *, max_length: int | None
 ) -> tuple[list[list[int]], list[bool]]:
-    """Return token numbers of each text, and whether it had to be truncated to `max_length`.
+    """Return the token ids of each text, and whether it was truncated to `max_length`.
 
     A text without any token (blank, to some tokenizers) becomes one padding token.
     """
@@ -198,16 +198,16 @@ def encode(
     tokens: list[list[int]] = tokenizer(
         list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]
-    cut = [max_length is not None and len(ids) > max_length for ids in tokens]
-    for row, is_cut in enumerate(cut):
-        if is_cut:
-            # Again rather than sliced: only the tokenizer knows which special tokens to keep.
+    truncated = [max_length is not None and len(ids) > max_length for ids in tokens]
+    for row, is_truncated in enumerate(truncated):
+        if is_truncated:
+            # Tokenised again, not sliced: only the tokenizer knows which special tokens to keep.
             tokens[row] = tokenizer(texts[row], truncation=True, max_length=max_length)["input_ids"]
-    return [ids or [tokenizer.pad_token_id] for ids in tokens], cut
+    return [ids or [tokenizer.pad_token_id] for ids in tokens], truncated
 
 
 def collate(split: TokenisedSplit, rows: Sequence[int], pad_id: int) -> Batch:
-    """Pad some texts to a batch. No rows give one dummy text of weight 0 without labels."""
+    """Return a padded batch of some texts; without rows, one dummy text of weight 0 without labels."""
     if not rows:
         return _dummy(split, pad_id)
     ids, mask = pad([split.tokens(row) for row in rows], pad_id)

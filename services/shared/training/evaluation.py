@@ -66,7 +66,7 @@ def evaluate(
         fitted = (calibration or {}).get(head.name, Calibration())
         answered = predict(head, logits[head.name], fitted.logit_thresholds(head))
         metrics = head_metrics(head, predicted=answered, labels=labels)
-        table[head.name] = metrics.as_dict()
+        table[head.name] = metrics.report()
         target = torch.from_numpy(labels)
         found = supervised_loss(
             {head.name: torch.from_numpy(logits[head.name])},

@@ -1,10 +1,10 @@
-"""The whole path in containers, with every container restarted in the middle: `make compose-test`.
+"""End-to-end test in containers, each of which is restarted on the way: `make compose-test`.
 
-    python -m tests.docker.walk [--no-build] [--keep] [--epochs N] [--env-file FILE]
+    python -m tests.docker.end_to_end [--no-build] [--keep] [--epochs N] [--env-file FILE]
 
-Builds the images, starts the stack under a project name and a port of its own, walks dataset, teacher,
-distillation, promotion and prediction over the published port, restarts and kills parts meanwhile, and
-takes everything down again. It fails with the first thing that is not as it should be.
+Builds the images, starts the stack under its own project name and port, and runs dataset, teacher,
+distillation, promotion and prediction through the published port, restarting and killing services
+meanwhile. Takes everything down again. Fails at the first violated expectation.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from docker import write_env
 from services.cli.client import Client, CommandFailed
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = "stillhouse-walk"
-PARTS = ("postgres", "redis", "api", "trainer", "distiller")
+PROJECT = "stillhouse-e2e"
 _START_SECONDS = 600.0
 _JOB_SECONDS = 1800.0
 _LOOK_SECONDS = 0.5
@@ -46,40 +45,44 @@ TINY = {
 
 
 def main() -> None:
-    """Walk, and say so step by step."""
+    """Run the test and print each step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-build", action="store_true", help="Use the images that are there.")
+    parser.add_argument("--no-build", action="store_true", help="Use existing images.")
     parser.add_argument("--keep", action="store_true", help="Leave the stack running at the end.")
     parser.add_argument("--epochs", type=int, default=150, help="Of the job that is interrupted.")
     parser.add_argument("--env-file", type=Path, help="More settings for compose.")
     options = parser.parse_args()
     # The stack is taken down on Ctrl-C and on SIGTERM too.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(f"walk: stopped by signal {number}"))
+        signal.signal(number, lambda number, _: sys.exit(f"end_to_end: stopped by signal {number}"))
     if shutil.which("docker") is None:
-        sys.exit("walk: docker was not found; this test needs a Docker engine with Compose 2.")
-    directory = Path(tempfile.mkdtemp(prefix="stillhouse-walk-"))
+        sys.exit(
+            "end_to_end: docker was not found; this test needs a Docker engine with Compose 2."
+        )
+    directory = Path(tempfile.mkdtemp(prefix="stillhouse-e2e-"))
     stack = prepare(directory, more=options.env_file)
     try:
         if not options.no_build:
             stack.build()
         stack.up()
-        Walk(stack, epochs=options.epochs).run()
+        Scenario(stack, epochs=options.epochs).run()
     except BaseException:
         stack.show_logs()
         raise
     finally:
         if options.keep:
-            stack.say(f"the stack stays: {stack.url}, key {stack.api_key}, settings in {directory}")
+            stack.say(
+                f"the stack keeps running: {stack.url}, key {stack.api_key}, settings in {directory}"
+            )
         else:
             stack.down()
             shutil.rmtree(directory)
-    stack.say("done: every job ended truthfully")
+    stack.say("done: all expectations hold")
 
 
 @dataclass
 class Stack:
-    """A compose project with settings of its own."""
+    """A compose project with its own settings."""
 
     env_file: Path
     url: str
@@ -91,11 +94,11 @@ class Stack:
 
     def compose(self, *arguments: str, timeout: float = _START_SECONDS) -> str:
         """Run docker compose and return its standard output."""
-        command = ["docker", "compose", "--project-name", PROJECT, "--env-file", self.env_file]
-        command += ["--file", ROOT / "compose.yaml", "--progress", "plain", *arguments]
-        # Variables of the caller's shell would win over the file.
+        command = ["docker", "compose", "--project-name", PROJECT, "--env-file", str(self.env_file)]
+        command += ["--file", str(ROOT / "compose.yaml"), "--progress", "plain", *arguments]
+        # Variables of the caller's shell would take precedence over the file.
         env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        # The classic builder shares no work between images that are built at once.
+        # The classic builder shares no work between concurrent builds.
         env["COMPOSE_PARALLEL_LIMIT"] = "1"
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
         if done.returncode != 0:
@@ -104,14 +107,14 @@ class Stack:
 
     def build(self) -> None:
         for name in ("api", "trainer", "distiller"):
-            begun = time.monotonic()
+            started = time.monotonic()
             self.compose("build", name, timeout=3600)
-            self.say(f"built {name} in {time.monotonic() - begun:.0f} s")
+            self.say(f"built {name} in {time.monotonic() - started:.0f} s")
 
     def up(self) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         self.compose("up", "--detach", "--wait", "--no-build")
-        self.say(f"up: all healthy after {time.monotonic() - begun:.0f} s")
+        self.say(f"up: all healthy after {time.monotonic() - started:.0f} s")
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--remove-orphans", "--timeout", "60")
@@ -124,10 +127,10 @@ class Stack:
 
     def restart(self, name: str) -> None:
         """Restart one container as an operator would, and wait until it is healthy."""
-        begun = time.monotonic()
+        started = time.monotonic()
         self.compose("restart", name)
         self.compose("up", "--detach", "--wait", "--no-build", "--no-recreate", "--no-deps", name)
-        self.say(f"restarted {name} in {time.monotonic() - begun:.0f} s")
+        self.say(f"restarted {name} in {time.monotonic() - started:.0f} s")
 
     def kill(self, name: str) -> None:
         """Kill one container without warning and start it again."""
@@ -165,8 +168,8 @@ def prepare(directory: Path, *, more: Path | None) -> Stack:
     return Stack(env_file=env_file, url=f"http://127.0.0.1:{port}", api_key=key)
 
 
-class Walk:
-    """One user's way through the API, and an operator's through the containers."""
+class Scenario:
+    """What one user does through the API and an operator with the containers."""
 
     def __init__(self, stack: Stack, *, epochs: int) -> None:
         self.stack = stack
@@ -174,7 +177,7 @@ class Walk:
         self.client = Client(stack.url, api_key=stack.api_key)
 
     def run(self) -> None:
-        self.check_doors()
+        self.check_exposure()
         dataset = self.upload()
         teacher = self.submit(self.teacher(dataset, epochs=self.epochs))
         student = self.submit(self.student(dataset, teacher, epochs=self.epochs))
@@ -182,7 +185,7 @@ class Walk:
         self.until_training(teacher)
         for name in ("api", "redis", "postgres"):
             self.stack.restart(name)
-            self.goes_on(teacher)
+            self.makes_progress(teacher)
         self.stack.restart("trainer")
         self.until_training(teacher, attempt=2)
         self.stack.kill("trainer")
@@ -192,8 +195,8 @@ class Walk:
         self.succeeds(student, attempts=2)
         self.promote_and_predict(student)
 
-    def check_doors(self) -> None:
-        """Only the API's port is open, and only to those who have a key."""
+    def check_exposure(self) -> None:
+        """Check that only the API's port is published and that it requires a key."""
         published = {
             (container["Service"], publisher["PublishedPort"])
             for container in self.stack.containers()
@@ -202,15 +205,15 @@ class Walk:
         }
         port = int(self.stack.url.rpartition(":")[2])
         expect(published == {("api", port)}, f"only the API's port is published: {published}")
-        with Client(self.stack.url) as stranger:
+        with Client(self.stack.url) as anonymous:
             for path in ("/jobs", "/models", "/datasets"):
                 try:
-                    stranger.get(path)
+                    anonymous.get(path)
                 except CommandFailed as refused:
                     expect(refused.status == 401, f"{path} without a key: {refused.status}")
                 else:
                     raise AssertionError(f"{path} answers without a key")
-        self.stack.say("only the API is published, and it asks for a key")
+        self.stack.say("only the API is published, and it requires a key")
 
     def upload(self) -> str:
         words = (("clean", "positive"), ("dirty", "negative"))
@@ -266,16 +269,16 @@ class Walk:
         return str(job["id"])
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """Ask for a job; a connection that a restart cut is tried again."""
-        return self._patiently(lambda: self.client.get(f"/jobs/{job_id}"))
+        """Return a job, retrying where a restart cut the connection."""
+        return self._retrying(lambda: self.client.get(f"/jobs/{job_id}"))
 
-    def _patiently(self, ask: Callable[[], Any]) -> Any:
+    def _retrying(self, request: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + 60
         while True:
             try:
-                return ask()
+                return request()
             except CommandFailed as refused:
-                # 503 says that the database is away; without a status nobody answered.
+                # 503: the database is unavailable. No status: no response.
                 if refused.status not in (None, 503) or time.monotonic() > deadline:
                     raise
                 time.sleep(_LOOK_SECONDS)
@@ -303,16 +306,16 @@ class Walk:
         )
         self.stack.say(f"{job_id} trains: attempt {attempt}, step {job['progress']['step']}")
 
-    def goes_on(self, job_id: str) -> None:
-        """Expect the running attempt to make steps after what has just happened."""
+    def makes_progress(self, job_id: str) -> None:
+        """Expect the running attempt to make further steps."""
         before = self.job(job_id)
         step = (before["progress"] or {}).get("step", 0)
         after = self._until(job_id, lambda job: (job["progress"] or {}).get("step", 0) > step)
         expect(
             (after["state"], after["attempt"]) == ("running", before["attempt"]),
-            f"{job_id} goes on: {after['state']} in attempt {after['attempt']}; more --epochs?",
+            f"{job_id} makes progress: {after['state']} in attempt {after['attempt']}; more --epochs?",
         )
-        self.stack.say(f"{job_id} goes on: step {after['progress']['step']}")
+        self.stack.say(f"{job_id} makes progress: step {after['progress']['step']}")
 
     def succeeds(self, job_id: str, *, attempts: int) -> None:
         job = self._until(job_id, lambda _: False)
@@ -328,28 +331,28 @@ class Walk:
 
     def promote_and_predict(self, job_id: str) -> None:
         model = self.job(job_id)["model_id"]
-        body = {"force": True, "reason": "a walk"}
+        body = {"force": True, "reason": "an end-to-end test"}
         self.client.post(f"/models/{model}/promote", json=body)
         self.predicts()
         self.stack.restart("api")
         self.predicts()
         self.stack.compose("stop", "postgres", "redis")
         self.predicts()
-        self.stack.say("predictions go on while Postgres and Redis are away")
+        self.stack.say("predictions continue while Postgres and Redis are stopped")
         self.stack.compose("up", "--detach", "--wait", "--no-build", "--no-recreate")
 
     def predicts(self) -> None:
         body = {"inputs": ["the room was clean", "the room was dirty"]}
-        answer = self._patiently(lambda: self.client.post("/predict", json=body))
+        answer = self._retrying(lambda: self.client.post("/predict", json=body))
         best = [max(labels, key=lambda label: label["score"])["label"] for labels in answer]
-        expect(best == ["positive", "negative"], f"the student has learnt the two words: {answer}")
+        expect(best == ["positive", "negative"], f"the student tells the two words apart: {answer}")
         self.stack.say(f"predicted {best}")
 
 
-def expect(holds: bool, what: str) -> None:
-    """Raise AssertionError unless what must hold does."""
-    if not holds:
-        raise AssertionError(what)
+def expect(condition: bool, message: str) -> None:
+    """Raise AssertionError with the message unless the condition holds."""
+    if not condition:
+        raise AssertionError(message)
 
 
 if __name__ == "__main__":
