@@ -128,7 +128,7 @@ def test_heads_that_differ_are_refused_with_both_lists(other: Head, teacher_dir:
     message = str(failed.value)
     assert failed.value.reason == "bad_spec"
     assert "the teacher has sentiment (single_label: bad, good), topics (multi_label" in message
-    assert f"the student asks for {other.name} ({other.type}: {', '.join(other.labels)})" in message
+    assert f"the student has {other.name} ({other.type}: {', '.join(other.labels)})" in message
 
 
 def test_labels_in_another_order_are_matched_by_name() -> None:
