@@ -15,7 +15,8 @@ from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import ProgressRecord, Report, RunDirectory, append_record
 from services.shared.jobs.state import Phase, Reason
 from services.shared.jobs.views import Claim
-from tests.api.serving.conftest import HEADS, write_artifact
+from tests.api.serving.artifacts import write_artifact
+from tests.api.serving.fakes import HEADS
 from tests.fuzz.api_alone import ApiAlone
 from tests.fuzz.small_model import SMALL_MODEL
 

@@ -56,7 +56,7 @@ class Predictor:
             listener=self._listener,
             on_swapped=self._handle_swapped,
         )
-        self._quantizer = BackgroundQuantizer(self.settings, on_quantized=self._handle_quantized)
+        self._quantizer = BackgroundQuantizer(self.settings, on_quantized=self.on_quantized)
         self._shadow = Shadow(self.active_models, self._batcher, self.settings, metrics=metrics)
 
     def start(self) -> None:
@@ -92,13 +92,14 @@ class Predictor:
         self._shadow.mirror(texts, predictions, truncate=truncate, alias=alias)
         return predictions
 
+    def on_quantized(self, promotion: Promotion) -> None:
+        """Report the int8 gate's decision, and load the student in 8 bits if it passed."""
+        if self._report_gate(promotion):
+            self._watcher.reload(promotion.model_id)
+
     def _handle_swapped(self, promotion: Promotion) -> None:
         self._report_gate(promotion)  # it may have been quantized by hand
         self._quantizer.submit(promotion)
-
-    def _handle_quantized(self, promotion: Promotion) -> None:
-        if self._report_gate(promotion):
-            self._watcher.reload(promotion.model_id)
 
     def _report_gate(self, promotion: Promotion) -> bool:
         """Report the int8 gate's decision, if there is one, and return whether it passed."""

@@ -1,4 +1,4 @@
-"""Sends every kind of bad request a few times, in a process of its own, and prints the statuses.
+"""Sends every kind of invalid request a few times and prints the statuses, as a process of its own.
 
 python bad_traffic.py PORT TIMES
 """
@@ -10,7 +10,7 @@ import sys
 from http.client import HTTPConnection
 
 LONG = 5_000_000  # characters
-LIMIT = 8_000_000  # bytes of a body that the server is to take
+LIMIT = 8_000_000  # the body limit of the server, in bytes
 EXPECTED = {
     "no text": 422,
     "ten thousand texts": 413,
@@ -57,13 +57,13 @@ def bodies() -> dict[str, bytes]:
 
 
 def main(port: int, times: int) -> None:
-    """Send everything and print one JSON object: kind to the statuses it got."""
+    """Send all bodies and print one JSON object that maps each kind to its statuses."""
     found: dict[str, list[int]] = {kind: [] for kind in EXPECTED}
     for _ in range(times):
         for kind, body in bodies().items():
             connection = HTTPConnection("127.0.0.1", port, timeout=120)
             headers = {"content-type": "application/json", "content-length": str(len(body))}
-            # What is over the limit is refused by its header, so nothing of it is sent.
+            # A body over the limit is refused by its Content-Length, so none of it is sent.
             connection.request("POST", "/predict", body if len(body) <= LIMIT else None, headers)
             response = connection.getresponse()
             problem = json.loads(response.read())

@@ -1,7 +1,8 @@
-"""Bad requests get their problem and cost the good ones nothing, over a real server process."""
+"""Invalid requests are answered with a problem and do not delay valid ones, on a real server process."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -30,16 +31,16 @@ ROUNDS = 3  # of quiet traffic and mixed traffic, in turns
 QUIET_REQUESTS = 100
 TIMES = 2  # that each bad request is sent in a round
 INTERVAL_SECONDS = 0.005
-# The slowest legitimate work on the loop is parsing a body of a hundred thousand fields and looking through
-# it (40 ms); a text of 5 MB tokenised there stands in everybody's way for two seconds. Tests share their
-# cores, so both yardsticks are taken while they do.
+# The slowest legitimate work on the event loop is parsing and validating a body of a hundred thousand
+# fields (40 ms); tokenising a text of 5 MB there would block all requests for two seconds. Tests share
+# their cores, so both references are measured in the same run.
 MOST_OVER_QUIET = 20
 MOST_OVER_PARSING = 10
 
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
-    """A server with a real tokenizer, an engine that answers at once, and room for a body of 8 MB."""
+    """The port of a server with a real tokenizer, a null engine, and a body limit of 8 MB."""
     train_tokenizer(GOOD, vocab_size=400, directory=tmp_path)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,20 +61,20 @@ def port(tmp_path: Path) -> Iterator[int]:
 
 def _answers(port: int) -> bool:
     with suppress(OSError), closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        _ask(connection, GOOD[0])
+        _predict(connection, GOOD[0])
         return True
     return False
 
 
-def test_bad_requests_do_not_stall_the_good_ones(port: int) -> None:
+def test_invalid_requests_do_not_delay_valid_ones(port: int) -> None:
     quiet, mixed, parsing = [], [], []
     for _ in range(ROUNDS):
         parsing.append(parsing_seconds())
         countdown = iter(range(QUIET_REQUESTS))
-        quiet += ask_while(port, lambda left=countdown: next(left, None) is not None)
+        quiet += request_while(port, functools.partial(_take_one, countdown))
         command = [sys.executable, str(BAD_TRAFFIC), str(port), str(TIMES)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bad:
-            mixed += ask_while(port, lambda bad=bad: bad.poll() is None)
+            mixed += request_while(port, functools.partial(_is_running, bad))
             assert bad.stdout is not None
             found = json.loads(bad.stdout.read())
         assert found == {kind: [status] * TIMES for kind, status in EXPECTED.items()}
@@ -87,37 +88,45 @@ def test_bad_requests_do_not_stall_the_good_ones(port: int) -> None:
 
 
 def parsing_seconds() -> float:
-    """Parse the body that takes longest."""
+    """Return the time it takes to parse the slowest body."""
     body = bodies()["a hundred thousand fields"]
     started = time.perf_counter()
     json.loads(body)
     return time.perf_counter() - started
 
 
-def ask_while(port: int, goes_on: Callable[[], bool]) -> list[float]:
-    """Ask a good text INTERVAL_SECONDS after the last was answered; return how long each waited.
+def request_while(port: int, condition: Callable[[], bool]) -> list[float]:
+    """Send a valid text INTERVAL_SECONDS after the previous answer; return the latencies.
 
-    A long wait stands for all texts that others would have sent meanwhile, one every
-    INTERVAL_SECONDS, each of which waits for what is left of it.
+    Corrected for coordinated omission: a long wait also counts for the texts that would have been sent
+    meanwhile, one every INTERVAL_SECONDS, each with the remaining time as its latency.
     """
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     seconds: list[float] = []
     texts = itertools.cycle(GOOD)
-    while goes_on():
+    while condition():
         time.sleep(INTERVAL_SECONDS)
         sent = time.perf_counter()
-        _ask(connection, next(texts))
+        _predict(connection, next(texts))
         seconds += np.arange(time.perf_counter() - sent, 0, -INTERVAL_SECONDS).tolist()
     connection.close()
     return seconds
 
 
-def _ask(connection: HTTPConnection, text: str) -> None:
+def _predict(connection: HTTPConnection, text: str) -> None:
     body = json.dumps({"inputs": text})
     connection.request("POST", "/predict", body, {"content-type": "application/json"})
     response = connection.getresponse()
     answer = response.read()
     assert response.status == 200, answer
+
+
+def _take_one(countdown: Iterator[int]) -> bool:
+    return next(countdown, None) is not None
+
+
+def _is_running(process: subprocess.Popen[str]) -> bool:
+    return process.poll() is None
 
 
 def _p99(seconds: list[float]) -> float:

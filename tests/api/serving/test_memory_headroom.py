@@ -1,4 +1,4 @@
-"""Memory that another student needs, and memory that is there."""
+"""The memory that loading a student needs, and the memory available."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def artifact(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(ServingDtype.BFLOAT16, 2), (ServingDtype.FLOAT32, 4)])
-def test_weights_count_in_the_type_they_serve_in(
+def test_weights_count_in_their_serving_dtype(
     artifact: Path, dtype: ServingDtype, size: int
 ) -> None:
     settings = ServingSettings(dtype=dtype, memory_reserve_bytes=7 * MIB)
@@ -56,7 +56,7 @@ def test_weights_count_in_the_type_they_serve_in(
         ("AuthenticAMD", "avx2", False),
     ],
 )
-def test_a_processor_tells_whether_bfloat16_is_faster(
+def test_cpu_flags_tell_whether_bfloat16_is_faster(
     tmp_path: Path, vendor: str, flags: str, expected: bool
 ) -> None:
     cpuinfo = tmp_path / "cpuinfo"
@@ -71,7 +71,7 @@ def test_without_fast_bfloat16_weights_count_as_float32(monkeypatch: pytest.Monk
     assert bytes_per_weight(ServingSettings(device="cuda:1")) == 2
 
 
-def test_a_containers_limit_counts_without_the_files_that_it_caches(tmp_path: Path) -> None:
+def test_a_container_limit_does_not_count_cached_files(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{100 * MIB}\n")
     (tmp_path / "memory.current").write_text(f"{90 * MIB}\n")
     assert available_bytes(tmp_path) == 10 * MIB
@@ -79,13 +79,13 @@ def test_a_containers_limit_counts_without_the_files_that_it_caches(tmp_path: Pa
     assert available_bytes(tmp_path) == 40 * MIB
 
 
-def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
+def test_without_a_limit_the_memory_of_the_machine_counts(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("1\n")
     assert available_bytes(tmp_path) > psutil.virtual_memory().total // 1000
 
 
-def test_what_is_no_safetensors_file_is_said_so(tmp_path: Path) -> None:
+def test_an_invalid_safetensors_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match="not a safetensors file"):
         serving_bytes(tmp_path, bytes_per_weight=2)

@@ -1,4 +1,6 @@
-"""docs/serving.md names what there is."""
+"""docs/serving.md lists every setting and metric."""
+
+from __future__ import annotations
 
 import re
 from pathlib import Path
@@ -11,12 +13,12 @@ from services.api.serving.settings import ServingSettings
 PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
-def test_every_setting_stands_on_the_page_and_no_other() -> None:
+def test_the_page_lists_exactly_the_settings() -> None:
     named = set(re.findall(r"STILLHOUSE_SERVING_([A-Z0-9_]+)", PAGE))
     assert named == {name.upper() for name in ServingSettings.model_fields}
 
 
-def test_every_metric_stands_on_the_page() -> None:
+def test_the_page_lists_every_metric() -> None:
     registry = CollectorRegistry()
     ServingMetrics(registry)
     for metric in registry.collect():

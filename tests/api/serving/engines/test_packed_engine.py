@@ -1,8 +1,8 @@
-"""The packed engine against the plain forward, family by family."""
+"""The packed engine compared with the forward pass of transformers, by family."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,11 +17,13 @@ from services.api.serving.engines.packed_weights import (
     take_heads,
     unsupported_reason,
 )
+from services.api.serving.prediction import FloatArray
 from services.api.serving.rollout.model_loader import build_engine
 from services.api.serving.settings import EngineChoice, ServingSettings
 from services.shared.datasets.card import Head
 from services.shared.model.artifact import read_artifact
 from services.shared.model.classifier import Classifier, build_classifier
+from tests.api.serving.artifacts import NewArtifact
 
 MAX_LENGTH = 70
 VOCABULARY = 200
@@ -42,7 +44,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 24}),
     "qwen3-attention-bias": (
         "qwen3",
@@ -62,7 +64,7 @@ def classifier_of(name: str, dtype: torch.dtype = torch.float32) -> Classifier:
     torch.manual_seed(7)
     classifier = build_classifier(config, HEADS).eval()
     for parameter in classifier.parameters():
-        # Wide enough that every part of the network matters; norms and biases too.
+        # Spread enough that every part of the network matters, norms and biases included.
         torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() == 2 else 0.5, std=0.2)
     return classifier.to(dtype)
 
@@ -72,7 +74,7 @@ def texts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
 
 
-def plain(classifier: Classifier, texts: list[list[int]]) -> dict[str, Any]:
+def plain(classifier: Classifier, texts: list[list[int]]) -> dict[str, FloatArray]:
     with torch.inference_mode():
         answers = [classifier(torch.tensor([text])) for text in texts]
     return {h.name: torch.cat([a[h.name] for a in answers]).numpy() for h in HEADS}
@@ -89,7 +91,7 @@ def pair() -> tuple[Classifier, PackedEngine]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_ragged_texts_get_the_logits_of_the_plain_forward(name: str) -> None:
+def test_texts_of_mixed_lengths_get_the_logits_of_transformers(name: str) -> None:
     texts = texts_of([1, 5, MAX_LENGTH, 5, 2, 33, 1, 5, 17])
     expected = plain(classifier_of(name), texts)
     answers = packed(classifier_of(name)).run(texts)
@@ -99,7 +101,7 @@ def test_ragged_texts_get_the_logits_of_the_plain_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [MAX_LENGTH], [MAX_LENGTH] * 3, [9]])
-def test_the_shortest_and_the_longest_texts_are_right(
+def test_the_shortest_and_the_longest_texts_are_correct(
     lengths: list[int], pair: tuple[Classifier, PackedEngine]
 ) -> None:
     texts = texts_of(lengths)
@@ -110,7 +112,7 @@ def test_the_shortest_and_the_longest_texts_are_right(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=12), st.integers(0, 99))
-def test_a_text_is_answered_alike_whatever_batch_it_shares(
+def test_the_answer_to_a_text_does_not_depend_on_its_batch(
     pair: tuple[Classifier, PackedEngine], lengths: list[int], seed: int
 ) -> None:
     texts = texts_of(lengths, seed)
@@ -122,7 +124,7 @@ def test_a_text_is_answered_alike_whatever_batch_it_shares(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama-3"])
-def test_bfloat16_decides_as_the_plain_forward_in_bfloat16_does(name: str) -> None:
+def test_bfloat16_decides_like_transformers_in_bfloat16(name: str) -> None:
     texts = texts_of(np.random.default_rng(3).integers(1, MAX_LENGTH, 300).tolist(), seed=4)
     expected = plain(classifier_of(name, torch.bfloat16), texts)
     answers = packed(classifier_of(name, torch.bfloat16)).run(texts)
@@ -147,7 +149,7 @@ def test_packing_keeps_every_token_in_its_place(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "obstacle"),
+    ("family", "options", "reason"),
     [
         ("bert", {}, "bert"),
         ("qwen3", {"hidden_act": "gelu"}, "gelu"),
@@ -159,36 +161,36 @@ def test_packing_keeps_every_token_in_its_place(lengths: list[int]) -> None:
         ),
     ],
 )
-def test_other_backbones_are_left_to_transformers(
-    family: str, options: dict[str, Any], obstacle: str
+def test_other_backbones_are_not_supported(
+    family: str, options: dict[str, object], reason: str
 ) -> None:
     config = AutoConfig.for_model(family, **{**SHAPE, **options})
-    assert obstacle in str(unsupported_reason(config, max_length=MAX_LENGTH))
+    assert reason in str(unsupported_reason(config, max_length=MAX_LENGTH))
 
 
-def test_a_window_longer_than_every_text_is_no_obstacle() -> None:
+def test_a_sliding_window_longer_than_every_text_is_supported() -> None:
     options = {"use_sliding_window": True, "sliding_window": MAX_LENGTH, "max_window_layers": 0}
     config = AutoConfig.for_model("qwen3", **{**SHAPE, **options})
     assert unsupported_reason(config, max_length=MAX_LENGTH) is None
 
 
-def test_packing_uses_up_the_classifier_and_not_twice_the_memory() -> None:
+def test_packing_consumes_the_classifier_instead_of_doubling_memory() -> None:
     classifier = classifier_of("qwen3")
     packed(classifier)
     left = sum(p.numel() for name, p in classifier.named_parameters() if "proj" in name)
     assert left == 0
 
 
-def test_a_promoted_decoder_may_be_run_by_transformers_all_the_same(
-    new_artifact: Callable[..., Path],
+def test_a_decoder_may_be_run_by_transformers_if_configured(
+    new_artifact: NewArtifact,
 ) -> None:
     artifact = read_artifact(new_artifact("qwen3"))
     engine = build_engine(artifact, ServingSettings(engine=EngineChoice.TRANSFORMERS))
     assert engine.kind.startswith("transformers-")
 
 
-def test_an_engine_that_cannot_run_the_backbone_is_refused_by_name(
-    new_artifact: Callable[..., Path],
+def test_an_engine_that_cannot_run_the_backbone_is_refused_with_its_name(
+    new_artifact: NewArtifact,
 ) -> None:
     artifact = read_artifact(new_artifact("bert"))
     with pytest.raises(ValueError, match="packed cannot run"):

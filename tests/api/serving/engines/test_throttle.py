@@ -1,9 +1,8 @@
-"""Work aside rests while requests want the processors, and nothing else does."""
+"""Throttled work pauses while there are requests, and nothing else does."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +10,7 @@ from services.api.serving.engines import throttle
 
 
 class Clock:
-    """A clock that sleeping moves on."""
+    """A clock that sleeping advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -26,13 +25,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(throttle, "time", clock)
     return clock
 
 
-def test_it_rests_as_long_as_it_worked_but_never_long(clock: Clock) -> None:
+def test_it_pauses_as_long_as_it_worked_but_half_a_second_at_most(clock: Clock) -> None:
     with throttle.throttled(lambda: True):
         clock.now += 0.25
         throttle.yield_to_requests()
@@ -43,18 +42,18 @@ def test_it_rests_as_long_as_it_worked_but_never_long(clock: Clock) -> None:
     assert clock.slept == [0.25, 0.125, 0.5]
 
 
-def test_it_goes_on_while_no_request_is_under_way(clock: Clock) -> None:
-    wanted = False
-    with throttle.throttled(lambda: wanted):
+def test_it_does_not_pause_without_requests(clock: Clock) -> None:
+    has_requests = False
+    with throttle.throttled(lambda: has_requests):
         clock.now += 0.25
         throttle.yield_to_requests()
-        wanted = True
+        has_requests = True
         clock.now += 0.125
         throttle.yield_to_requests()
-    assert clock.slept == [0.125]  # what nobody waited for is not made up for
+    assert clock.slept == [0.125]  # work done without requests is not paused for later
 
 
-def test_only_the_thread_that_works_aside_rests(clock: Clock) -> None:
+def test_only_the_throttled_thread_pauses(clock: Clock) -> None:
     with throttle.throttled(lambda: True):
         clock.now += 1
         lane = threading.Thread(target=throttle.yield_to_requests)

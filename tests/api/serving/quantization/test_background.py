@@ -1,9 +1,10 @@
-"""Which students are prepared for 8-bit serving, and what follows."""
+"""Which students are quantized in the background, and what follows."""
+
+from __future__ import annotations
 
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,30 +21,31 @@ from services.api.serving.quantization.record import (
     read_quantization_record,
     write_quantization_record,
 )
+from services.api.serving.rollout.promotion_watcher import PromotionWatcher
 from services.api.serving.settings import EngineChoice, ServingSettings
 from services.shared.jobs.gates import Int8Gate
 
 SETTINGS = ServingSettings(prepare_int8_from_bytes=100)
 
 
-def leave_report(promoted: Promotion, *, passed: bool) -> None:
-    """Write what a preparation leaves beside its artifact."""
-    weights = int8_weights_path(promoted.directory)
+def write_record(promotion: Promotion, *, passed: bool) -> None:
+    """Write what quantization leaves in an artifact."""
+    weights = int8_weights_path(promotion.directory)
     weights.parent.mkdir()
     weights.write_bytes(b"")
-    report = QuantizationRecord(
-        manifest_sha256=manifest_sha256_of(promoted.directory),
+    record = QuantizationRecord(
+        manifest_sha256=manifest_sha256_of(promotion.directory),
         weights_sha256="",
         largest_activation=127,
         calibration_texts=1,
         heads={},
         passed=passed,
     )
-    write_quantization_record(promoted.directory, report)
+    write_quantization_record(promotion.directory, record)
 
 
 @pytest.fixture
-def promoted(tmp_path: Path) -> Promotion:
+def promotion(tmp_path: Path) -> Promotion:
     """A student of fifty weights and an empty dataset."""
     artifact, dataset = tmp_path / "artifact", tmp_path / "dataset"
     artifact.mkdir()
@@ -53,8 +55,8 @@ def promoted(tmp_path: Path) -> Promotion:
     return Promotion("prm_1", "default", "mdl_1", "m", "mdl_1", artifact, dataset)
 
 
-def test_a_large_student_with_held_out_texts_is_worth_it(promoted: Promotion) -> None:
-    assert should_quantize(promoted, SETTINGS)
+def test_a_large_student_with_held_out_texts_is_quantized(promotion: Promotion) -> None:
+    assert should_quantize(promotion, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -66,100 +68,101 @@ def test_a_large_student_with_held_out_texts_is_worth_it(promoted: Promotion) ->
     ],
     ids=str,
 )
-def test_it_is_not_worth_it_where_it_could_not_serve_or_gain(
-    promoted: Promotion, change: dict[str, Any]
+def test_a_student_that_could_not_serve_or_gain_is_not_quantized(
+    promotion: Promotion, change: dict[str, object]
 ) -> None:
-    assert not should_quantize(promoted, SETTINGS.model_copy(update=change))
+    assert not should_quantize(promotion, SETTINGS.model_copy(update=change))
 
 
-def test_it_cannot_be_compared_without_its_dataset(promoted: Promotion) -> None:
-    assert promoted.dataset_dir is not None
-    promoted.dataset_dir.rmdir()
-    assert not should_quantize(promoted, SETTINGS)
+def test_a_student_without_its_dataset_is_not_quantized(promotion: Promotion) -> None:
+    assert promotion.dataset_dir is not None
+    promotion.dataset_dir.rmdir()
+    assert not should_quantize(promotion, SETTINGS)
 
 
-def test_what_was_tried_is_not_tried_again_unless_exported_anew(promoted: Promotion) -> None:
-    leave_report(promoted, passed=False)
-    assert read_quantization_record(promoted.directory) is not None
-    assert not should_quantize(promoted, SETTINGS)
-    (promoted.directory / "manifest.json").write_text('{"again": true}')
-    assert should_quantize(promoted, SETTINGS)
+def test_a_student_is_quantized_once_per_export(promotion: Promotion) -> None:
+    write_record(promotion, passed=False)
+    assert read_quantization_record(promotion.directory) is not None
+    assert not should_quantize(promotion, SETTINGS)
+    (promotion.directory / "manifest.json").write_text('{"again": true}')
+    assert should_quantize(promotion, SETTINGS)
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_what_was_prepared_is_told_whether_it_passed_or_not(
-    promoted: Promotion, tmp_path: Path, passed: bool
+def test_a_result_is_notified_whether_it_passed_or_not(
+    promotion: Promotion, tmp_path: Path, passed: bool
 ) -> None:
-    leave_report(promoted, passed=passed)
-    prepared = int8_weights_path(promoted.directory).parent
+    write_record(promotion, passed=passed)
+    prepared = int8_weights_path(promotion.directory).parent
     prepared.rename(tmp_path / "report")
     script = tmp_path / "prepare"
     script.write_text(f'#!/bin/sh\nmv "{tmp_path}/report/"* "$3/prepared"\n')
     script.chmod(0o755)
-    assert work_off(promoted, python=str(script)) == [promoted]
+    assert quantize_all(promotion, python=str(script)) == [promotion]
 
 
-def test_a_preparation_that_leaves_nothing_is_not_told(promoted: Promotion) -> None:
-    assert work_off(promoted, python="true") == []
+def test_a_quantization_without_a_result_is_not_notified(promotion: Promotion) -> None:
+    assert quantize_all(promotion, python="true") == []
 
 
-def work_off(promoted: Promotion, *, python: str) -> list[Promotion]:
-    told: list[Promotion] = []
-    preparer = BackgroundQuantizer(SETTINGS, on_quantized=told.append, python=python)
-    preparer.start()
-    preparer.submit(promoted)
-    preparer._queue.put(None)
-    preparer._thread.join(60)
-    assert not preparer._thread.is_alive()
-    return told
+def quantize_all(promotion: Promotion, *, python: str) -> list[Promotion]:
+    notified: list[Promotion] = []
+    quantizer = BackgroundQuantizer(SETTINGS, on_quantized=notified.append, python=python)
+    quantizer.start()
+    quantizer.submit(promotion)
+    quantizer.finish(timeout_seconds=60)
+    assert not quantizer.is_running
+    return notified
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_the_gate_is_reported_and_only_what_passed_is_loaded_again(
-    promoted: Promotion, passed: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_gate_is_reported_and_only_a_student_that_passed_is_reloaded(
+    promotion: Promotion, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gates: list[tuple[str, Int8Gate]] = []
-    loaded: list[str] = []
+    reloaded: list[str] = []
 
     class Listener(NullListener):
-        def on_int8_gate(self, promoted: Promotion, gate: Int8Gate) -> None:
-            gates.append((promoted.model_id, gate))
+        def on_int8_gate(self, promotion: Promotion, gate: Int8Gate) -> None:
+            gates.append((promotion.model_id, gate))
 
     predictor = Predictor(SETTINGS, promotions=list, listener=Listener())
-    monkeypatch.setattr(predictor._watcher, "reload", loaded.append)
-    predictor._handle_quantized(promoted)
-    assert (gates, loaded) == ([], [])  # nothing was left beside the artifact
-    leave_report(promoted, passed=passed)
-    predictor._handle_quantized(promoted)
+    monkeypatch.setattr(PromotionWatcher, "reload", lambda _, model_id: reloaded.append(model_id))
+    predictor.on_quantized(promotion)
+    assert (gates, reloaded) == ([], [])  # there is no record
+    write_record(promotion, passed=passed)
+    predictor.on_quantized(promotion)
     assert gates == [("mdl_1", Int8Gate(passed=passed, calibration_texts=1, heads={}))]
-    assert loaded == (["mdl_1"] if passed else [])
+    assert reloaded == (["mdl_1"] if passed else [])
 
 
-def test_a_preparation_that_cannot_start_is_survived(promoted: Promotion) -> None:
-    preparer = BackgroundQuantizer(SETTINGS, on_quantized=lambda _: None, python="/no/such/python")
-    preparer.start()
-    preparer.submit(promoted)
-    preparer.stop(timeout_seconds=30)
-    assert not preparer._thread.is_alive()
+def test_a_process_that_cannot_start_does_not_kill_the_thread(promotion: Promotion) -> None:
+    quantizer = BackgroundQuantizer(SETTINGS, on_quantized=lambda _: None, python="/no/such/python")
+    quantizer.start()
+    quantizer.submit(promotion)
+    quantizer.stop(timeout_seconds=30)
+    assert not quantizer.is_running
 
 
-def test_stopping_ends_a_preparation_under_way(promoted: Promotion, tmp_path: Path) -> None:
+def test_stopping_terminates_a_quantization_in_progress(
+    promotion: Promotion, tmp_path: Path
+) -> None:
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\ntouch $3/started\nexec sleep 600\n")
     slow.chmod(0o755)
-    preparer = BackgroundQuantizer(SETTINGS, on_quantized=lambda _: None, python=str(slow))
-    preparer.start()
-    preparer.submit(promoted)
-    wait_for(promoted.directory / "started")
-    preparer.stop(timeout_seconds=30)
-    assert not preparer._thread.is_alive()
+    quantizer = BackgroundQuantizer(SETTINGS, on_quantized=lambda _: None, python=str(slow))
+    quantizer.start()
+    quantizer.submit(promotion)
+    wait_for(promotion.directory / "started")
+    quantizer.stop(timeout_seconds=30)
+    assert not quantizer.is_running
 
 
-def test_of_two_processes_one_prepares_and_both_are_told(
-    promoted: Promotion, tmp_path: Path
+def test_one_of_two_processes_quantizes_and_both_are_notified(
+    promotion: Promotion, tmp_path: Path
 ) -> None:
-    leave_report(promoted, passed=True)
-    int8_weights_path(promoted.directory).parent.rename(tmp_path / "report")
+    write_record(promotion, passed=True)
+    int8_weights_path(promotion.directory).parent.rename(tmp_path / "report")
     go_on = tmp_path / "go-on"
     script = tmp_path / "prepare"
     script.write_text(
@@ -169,57 +172,57 @@ def test_of_two_processes_one_prepares_and_both_are_told(
         f'mv "{tmp_path}/report/"* "$3/prepared"\n'
     )
     script.chmod(0o755)
-    told: list[Promotion] = []
-    preparers = [
+    notified: list[Promotion] = []
+    quantizers = [
         BackgroundQuantizer(
-            SETTINGS, on_quantized=told.append, python=str(script), retry_seconds=0.01
+            SETTINGS, on_quantized=notified.append, python=str(script), retry_seconds=0.01
         )
         for _ in range(2)
     ]
-    for preparer in preparers:
-        preparer.start()
-        preparer.submit(promoted)
+    for quantizer in quantizers:
+        quantizer.start()
+        quantizer.submit(promotion)
     wait_for(tmp_path / "runs")
-    time.sleep(0.2)  # the other one tries in vain meanwhile
-    assert told == []
+    time.sleep(0.2)  # meanwhile the other one tries in vain
+    assert notified == []
     go_on.touch()
-    for preparer in preparers:
-        preparer._queue.put(None)
-        preparer._thread.join(60)
-    assert told == [promoted, promoted]
+    for quantizer in quantizers:
+        quantizer.finish(timeout_seconds=60)
+        assert not quantizer.is_running
+    assert notified == [promotion, promotion]
     assert (tmp_path / "runs").read_text() == "run\n"
 
 
-def test_it_waits_until_memory_is_there(
-    promoted: Promotion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_it_waits_until_memory_is_available(
+    promotion: Promotion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = bytes_to_quantize(promoted.directory, SETTINGS) - 1
-    asked = threading.Semaphore(0)
+    free = bytes_to_quantize(promotion.directory, SETTINGS) - 1
+    checked = threading.Semaphore(0)
 
     def available() -> int:
-        asked.release()
+        checked.release()
         return free
 
     monkeypatch.setattr("services.api.serving.quantization.background.available_bytes", available)
     script = tmp_path / "prepare"
     script.write_text(f'#!/bin/sh\ntouch "{tmp_path}/ran"\n')
     script.chmod(0o755)
-    preparer = BackgroundQuantizer(
+    quantizer = BackgroundQuantizer(
         SETTINGS, on_quantized=lambda _: None, python=str(script), retry_seconds=0.01
     )
-    preparer.start()
-    preparer.submit(promoted)
+    quantizer.start()
+    quantizer.submit(promotion)
     for _ in range(3):
-        assert asked.acquire(timeout=30)
+        assert checked.acquire(timeout=30)
     assert not (tmp_path / "ran").exists()
     free += 1
     wait_for(tmp_path / "ran")
-    preparer.stop(timeout_seconds=30)
-    assert not preparer._thread.is_alive()
+    quantizer.stop(timeout_seconds=30)
+    assert not quantizer.is_running
 
 
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 30
     while not path.exists():
-        assert time.monotonic() < deadline, f"{path} never came"
+        assert time.monotonic() < deadline, f"{path} was not written"
         time.sleep(0.01)

@@ -1,17 +1,19 @@
-"""The 8-bit products, the smoothing before them, and the gate behind them."""
+"""Int8 products, the smoothing of activations, and the gate that decides whether int8 may serve."""
+
+from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from services.api.serving.engines.packed_weights import LinearWeights
+from services.api.serving.prediction import FloatArray
 from services.api.serving.quantization.int8_linear import (
     INT8_MAX,
     INT8_MAX_WITHOUT_VNNI,
@@ -37,6 +39,7 @@ from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.calibration import Calibration
 from services.shared.model.tokens import Rows
+from tests.api.serving.artifacts import NewArtifact
 
 SETTINGS = ServingSettings(threads=1, dtype=ServingDtype.FLOAT32, compile=False)
 WORDS = [
@@ -79,19 +82,19 @@ def test_an_8_bit_product_is_within_two_percent_of_the_exact_one() -> None:
     x[3] = 0.0
     exact = torch.nn.functional.linear(x, weight, bias)
     given = Int8Linear(quantize_weights(LinearWeights(weight, bias)), Int8Ops())(x)
-    # 1.3 % with 63 steps to either side of zero; with 127, where VNNI is, less.
+    # 1.3 % with activations limited to +-63; less with +-127, on CPUs with VNNI.
     assert ((given - exact).norm() / exact.norm()).item() < 0.02
     torch.testing.assert_close(given[3], bias)
 
 
-def test_products_of_the_largest_numbers_do_not_overflow() -> None:
+def test_products_of_the_largest_values_do_not_overflow() -> None:
     x, weight = torch.full((16, 256), 3.0), torch.full((64, 256), 2.0)
     given = Int8Linear(quantize_weights(LinearWeights(weight, None)), Int8Ops())(torch.cat([x, -x]))
     exact = torch.nn.functional.linear(torch.cat([x, -x]), weight)
     torch.testing.assert_close(given, exact, atol=0.0, rtol=1e-5)
 
 
-def test_a_token_with_an_outlier_does_not_coarsen_the_others() -> None:
+def test_an_outlier_in_one_token_does_not_affect_the_others() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 64)
     x[2, 7] = 1000.0
@@ -104,7 +107,7 @@ def test_a_token_with_an_outlier_does_not_coarsen_the_others() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
-def test_compiled_conversions_give_what_the_plain_ones_give() -> None:
+def test_compiled_ops_equal_the_eager_ones() -> None:
     torch.manual_seed(0)
     product = quantize_weights(LinearWeights(torch.randn(48, 32), torch.randn(48)))
     plain, compiled = (
@@ -116,7 +119,7 @@ def test_compiled_conversions_give_what_the_plain_ones_give() -> None:
         torch.testing.assert_close(compiled(x), plain(x), atol=0.05, rtol=0.01)
 
 
-def test_smoothing_evens_out_outliers_and_leaves_the_logits_alone(new_artifact: Any) -> None:
+def test_smoothing_reduces_outliers_and_keeps_the_logits(new_artifact: NewArtifact) -> None:
     classifier = load_classifier(new_artifact("qwen3"))
     with torch.no_grad():
         for layer in classifier.backbone.layers:
@@ -129,26 +132,28 @@ def test_smoothing_evens_out_outliers_and_leaves_the_logits_alone(new_artifact: 
     for old, new in zip(before, after, strict=True):
         for head in old:
             torch.testing.assert_close(new[head], old[head], atol=1e-4, rtol=1e-4)
-    evened = activation_maxima(classifier, texts)
+    smoothed = activation_maxima(classifier, texts)
     for name in largest[0]:
-        spread = [values[0][name].max() / values[0][name].median() for values in (largest, evened)]
+        spread = [
+            values[0][name].max() / values[0][name].median() for values in (largest, smoothed)
+        ]
         assert spread[1] < spread[0]
 
 
-def test_preparing_records_how_the_8_bit_student_compares(
-    new_artifact: Callable[..., Path], dataset: Path
+def test_quantizing_records_how_the_int8_student_compares(
+    new_artifact: NewArtifact, dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    prepared = quantize_student(directory, dataset, texts=60, threads=1)
-    assert prepared == read_quantization_record(directory)
-    assert {head.texts for head in prepared.heads.values()} == {60}
-    # Random weights decide many texts by a hair, so a few may turn; a broken path turns half.
-    assert min(head.agreement for head in prepared.heads.values()) > 0.9
-    assert prepared.passed == all(head.passed for head in prepared.heads.values())
+    record = quantize_student(directory, dataset, texts=60, threads=1)
+    assert record == read_quantization_record(directory)
+    assert {head.texts for head in record.heads.values()} == {60}
+    # Random weights decide many texts narrowly, so a few may change; a broken path changes half.
+    assert min(head.agreement for head in record.heads.values()) > 0.9
+    assert record.passed == all(head.passed for head in record.heads.values())
 
 
-def test_what_passed_its_gate_serves_and_answers_nearly_alike(
-    new_artifact: Callable[..., Path], dataset: Path
+def test_a_student_that_passed_its_gate_serves_in_8_bits_with_similar_logits(
+    new_artifact: NewArtifact, dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
     record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=True)
@@ -162,22 +167,22 @@ def test_what_passed_its_gate_serves_and_answers_nearly_alike(
         assert np.abs(values - given[head]).mean() < 0.1 * np.abs(values).mean()
 
 
-def test_what_failed_its_gate_does_not_serve_in_8_bits(
-    new_artifact: Callable[..., Path], dataset: Path
+def test_a_student_that_failed_its_gate_does_not_serve_in_8_bits(
+    new_artifact: NewArtifact, dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
     record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=False)
     assert build_engine(read_artifact(directory), SETTINGS).kind == "packed-float32"
 
 
-def test_what_passed_on_another_kind_of_processor_does_not_serve_in_8_bits(
-    new_artifact: Callable[..., Path], dataset: Path
+def test_a_student_that_passed_on_another_kind_of_cpu_does_not_serve_in_8_bits(
+    new_artifact: NewArtifact, dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
-    prepared = quantize_student(directory, dataset, texts=10, threads=1)
-    assert prepared.largest_activation == activation_limit()
+    record = quantize_student(directory, dataset, texts=10, threads=1)
+    assert record.largest_activation == activation_limit()
     [other] = {INT8_MAX, INT8_MAX_WITHOUT_VNNI} - {activation_limit()}
-    elsewhere = prepared.model_copy(update={"largest_activation": other})
+    elsewhere = record.model_copy(update={"largest_activation": other})
     record_gate(directory, elsewhere, passed=True)
     only_int8 = SETTINGS.model_copy(update={"engine": EngineChoice.PACKED_INT8})
     assert build_engine(read_artifact(directory), SETTINGS).kind == "packed-float32"
@@ -185,17 +190,17 @@ def test_what_passed_on_another_kind_of_processor_does_not_serve_in_8_bits(
         build_engine(read_artifact(directory), only_int8)
 
 
-def record_gate(directory: Path, prepared: QuantizationRecord, *, passed: bool) -> None:
+def record_gate(directory: Path, record: QuantizationRecord, *, passed: bool) -> None:
     heads = {
-        name: head.model_copy(update={"passed": passed}) for name, head in prepared.heads.items()
+        name: head.model_copy(update={"passed": passed}) for name, head in record.heads.items()
     }
     write_quantization_record(
-        directory, prepared.model_copy(update={"heads": heads, "passed": passed})
+        directory, record.model_copy(update={"heads": heads, "passed": passed})
     )
 
 
-def test_an_artifact_that_was_exported_anew_is_not_served_from_old_weights(
-    new_artifact: Callable[..., Path], dataset: Path
+def test_an_artifact_exported_again_is_not_served_from_old_weights(
+    new_artifact: NewArtifact, dataset: Path
 ) -> None:
     directory = new_artifact("qwen3")
     record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=True)
@@ -204,9 +209,7 @@ def test_an_artifact_that_was_exported_anew_is_not_served_from_old_weights(
     assert build_engine(read_artifact(directory), SETTINGS).kind == "packed-float32"
 
 
-def test_prepared_weights_that_were_altered_are_not_served(
-    new_artifact: Callable[..., Path], dataset: Path
-) -> None:
+def test_altered_int8_weights_are_not_served(new_artifact: NewArtifact, dataset: Path) -> None:
     directory = new_artifact("qwen3")
     record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=True)
     weights = int8_weights_path(directory)
@@ -216,13 +219,15 @@ def test_prepared_weights_that_were_altered_are_not_served(
         build_engine(read_artifact(directory), only_int8)
 
 
-def test_a_student_that_was_never_prepared_is_not_served_in_8_bits(new_artifact: Any) -> None:
+def test_a_student_that_was_never_quantized_is_not_served_in_8_bits(
+    new_artifact: NewArtifact,
+) -> None:
     only_int8 = SETTINGS.model_copy(update={"engine": EngineChoice.PACKED_INT8})
     with pytest.raises(ValueError, match="not quantized"):
         build_engine(read_artifact(new_artifact("qwen3")), only_int8)
 
 
-def test_an_encoder_cannot_be_prepared(new_artifact: Any, dataset: Path) -> None:
+def test_an_encoder_cannot_be_quantized(new_artifact: NewArtifact, dataset: Path) -> None:
     with pytest.raises(ValueError, match="bert"):
         quantize_student(new_artifact("bert"), dataset, texts=10, threads=1)
 
@@ -231,24 +236,23 @@ TONE = Head(name="tone", labels=["bad", "good"])
 TOPICS = Head(name="topics", type=HeadType.MULTI_LABEL, labels=["book", "food"])
 
 
-def rows(head: Head, labels: Any) -> Rows:
+def rows(head: Head, labels: NDArray[np.generic]) -> Rows:
     return Rows(["x"] * len(labels), np.arange(len(labels)), {head.name: labels})
 
 
-def logits(positive: Any) -> Any:
-    positive = np.asarray(positive)
+def logits(positive: NDArray[np.generic]) -> FloatArray:
     return np.stack([np.zeros(len(positive)), np.where(positive, 1.0, -1.0)], axis=1)
 
 
 @pytest.mark.parametrize(
     ("flips", "passed"), [(0, True), (1, True), (2, True), (3, False)], ids=str
 )
-def test_the_gate_wants_99_in_100_decisions_alike(flips: int, passed: bool) -> None:
+def test_the_gate_requires_99_percent_agreement(flips: int, passed: bool) -> None:
     truth = np.arange(200) % 2
     before = truth.copy()
-    before[:4] = 1 - before[:4]  # the exact student errs on four texts
+    before[:4] = 1 - before[:4]  # the float32 student is wrong on four texts
     after = before.copy()
-    after[:flips] = truth[:flips]  # the 8-bit one corrects some: other answers, better figures
+    after[:flips] = truth[:flips]  # the int8 one corrects some: other answers, better figures
     [result] = compare_heads(
         [TONE],
         rows(TONE, truth),
@@ -260,8 +264,8 @@ def test_the_gate_wants_99_in_100_decisions_alike(flips: int, passed: bool) -> N
     assert result.passed is passed
 
 
-def test_the_gate_wants_macro_f1_within_three_tenths_of_a_point() -> None:
-    truth = np.array([1] * 5 + [0] * 995)  # a rare class: few changes cost much
+def test_the_gate_allows_a_macro_f1_loss_of_three_tenths_of_a_point() -> None:
+    truth = np.array([1] * 5 + [0] * 995)  # a rare class, where few changes have a large effect
     after = truth.copy()
     after[0] = 0
     [result] = compare_heads(
@@ -276,8 +280,8 @@ def test_the_gate_wants_macro_f1_within_three_tenths_of_a_point() -> None:
     assert not result.passed
 
 
-def test_the_gate_does_not_pass_what_it_could_not_compare_with_labels() -> None:
-    given = {"tone": logits([0, 1])}
+def test_the_gate_does_not_pass_without_labels() -> None:
+    given = {"tone": logits(np.array([0, 1]))}
     missing = rows(TONE, np.array([-100, -100], np.int32))
     [result] = compare_heads([TONE], missing, expected=given, actual=given, calibration={}).values()
     assert not result.passed
@@ -299,10 +303,12 @@ def test_the_gate_counts_every_label_of_a_multi_label_head() -> None:
     assert not result.passed
 
 
-def test_the_gate_counts_answers_as_serving_gives_them() -> None:
+def test_the_gate_applies_the_fitted_thresholds() -> None:
     labels = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
     exact = np.where(labels > 0, -1.0, -3.0)
-    given = np.where(labels > 0, -2.2, -3.0)  # without thresholds both would never answer
+    given = np.where(
+        labels > 0, -2.2, -3.0
+    )  # with the default threshold neither would predict a label
     low = Calibration(thresholds={"book": 0.15, "food": 0.15})
     [result] = compare_heads(
         [TOPICS],

@@ -1,4 +1,4 @@
-"""Loads a student beside one that serves, and prints the anonymous memory that it took at the peak.
+"""Loads a student next to one that serves and prints the peak of anonymous memory it took.
 
 python loading_peak.py FIRST SECOND
 """
@@ -21,8 +21,8 @@ def load(directory: str) -> object:
 
 
 def anonymous_bytes() -> int:
-    held = psutil.Process().memory_info()
-    return int(held.rss - held.shared)
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared)
 
 
 serving = load(sys.argv[1])

@@ -1,14 +1,14 @@
-"""From an artifact on disk to a student that serves."""
+"""Loading an artifact until it serves."""
+
+from __future__ import annotations
 
 import asyncio
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,17 +32,18 @@ from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.files.hashing import file_sha256
 from services.shared.model.artifact import InvalidArtifact, load_classifier
 from services.shared.model.tokens import encode, load_tokenizer
+from tests.api.serving.artifacts import NewArtifact
 
 TEXTS = ["the room was clean", "the battery died after two days", "a", "good book " * 9]
 SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDtype.FLOAT32)
 
 
-def promoted(directory: Path) -> Promotion:
+def promotion_of(directory: Path) -> Promotion:
     return Promotion("prm_1", "default", "mdl_1", "reviews", "mdl_1", directory)
 
 
 def reseal(directory: Path) -> None:
-    """Let the manifest name the files as they are now."""
+    """Update the hashes in the manifest."""
     path = directory / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest["files"] = {name: file_sha256(directory / name) for name in manifest["files"]}
@@ -50,11 +51,11 @@ def reseal(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "bert"])
-def test_a_loaded_student_answers_as_the_plain_forward_does(
-    family: str, new_artifact: Callable[..., Path]
+def test_a_loaded_student_answers_like_the_transformers_forward_pass(
+    family: str, new_artifact: NewArtifact
 ) -> None:
     directory = new_artifact(family)
-    student = load_student(promoted(directory), SETTINGS)
+    student = load_student(promotion_of(directory), SETTINGS)
     encoded = student.encoder.encode(TEXTS, truncate=True)
     tokens, cut = encode(TEXTS, load_tokenizer(directory), max_length=student.max_length)
     assert [each.tokens for each in encoded] == tokens
@@ -69,66 +70,67 @@ def test_a_loaded_student_answers_as_the_plain_forward_does(
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_an_embedding_stays_in_the_type_it_was_stored_in(
-    new_artifact: Callable[..., Path], stored: torch.dtype
+def test_an_embedding_stays_in_the_dtype_it_was_stored_in(
+    new_artifact: NewArtifact, stored: torch.dtype
 ) -> None:
     directory = new_artifact("qwen3", stored=stored)
-    engine = load_student(promoted(directory), SETTINGS).engine
+    engine = load_student(promotion_of(directory), SETTINGS).engine
     assert isinstance(engine, PackedEngine)
-    assert engine._backbone is not None
-    assert (engine.dtype, engine._backbone.embedding.dtype) == (torch.float32, stored)
+    assert (engine.dtype, engine.backbone.embedding.dtype) == (torch.float32, stored)
     with torch.inference_mode():
         plain = load_classifier(directory, dtype=torch.float32)(torch.tensor([[5, 9, 7, 30]]))
     for head, logits in engine.run([[5, 9, 7, 30]]).items():
         np.testing.assert_allclose(logits, plain[head].numpy(), atol=1e-4)
 
 
-def test_decoders_run_packed_and_encoders_run_in_buckets(new_artifact: Any) -> None:
-    assert load_student(promoted(new_artifact("qwen3")), SETTINGS).engine.kind == "packed-float32"
-    bert = load_student(promoted(new_artifact("bert")), SETTINGS)
+def test_decoders_run_packed_and_encoders_run_padded(new_artifact: NewArtifact) -> None:
+    assert (
+        load_student(promotion_of(new_artifact("qwen3")), SETTINGS).engine.kind == "packed-float32"
+    )
+    bert = load_student(promotion_of(new_artifact("bert")), SETTINGS)
     assert bert.engine.kind == "transformers-float32"
 
 
-def test_a_student_that_answers_its_golden_texts_otherwise_is_refused(new_artifact: Any) -> None:
+def test_a_student_that_answers_its_golden_texts_differently_is_refused(
+    new_artifact: NewArtifact,
+) -> None:
     directory = new_artifact("qwen3")
     weights = load_file(directory / "classifier_heads.safetensors")
     save_file({k: -30 * v for k, v in weights.items()}, directory / "classifier_heads.safetensors")
     reseal(directory)
     with pytest.raises(StudentRefused, match="golden"):
-        load_student(promoted(directory), SETTINGS)
+        load_student(promotion_of(directory), SETTINGS)
 
 
-def test_an_artifact_that_was_altered_is_refused(new_artifact: Any) -> None:
+def test_an_artifact_that_was_altered_is_refused(new_artifact: NewArtifact) -> None:
     directory = new_artifact("qwen3")
     weights = load_file(directory / "classifier_heads.safetensors")
     save_file({k: v + 1 for k, v in weights.items()}, directory / "classifier_heads.safetensors")
     with pytest.raises(InvalidArtifact, match="classifier_heads"):
-        load_student(promoted(directory), SETTINGS)
+        load_student(promotion_of(directory), SETTINGS)
 
 
-def test_a_predictor_serves_what_is_promoted(new_artifact: Any) -> None:
+@pytest.mark.anyio
+async def test_a_predictor_serves_the_promoted_student(new_artifact: NewArtifact) -> None:
     directory = new_artifact("qwen3")
-    predictor = Predictor(SETTINGS, promotions=lambda: [promoted(directory)])
+    predictor = Predictor(SETTINGS, promotions=lambda: [promotion_of(directory)])
 
-    async def test() -> None:
-        predictor.start()
-        for _ in range(3000):
-            if predictor.active() is not None:
-                break
-            await asyncio.sleep(0.01)
-        [answer] = await predictor.predict(["the room was clean"], truncate=False)
-        assert answer.model == "reviews"
-        assert set(answer.scores) == {"tone", "topics"}
-        assert sum(score.score for score in answer.scores["tone"]) == pytest.approx(1.0)
-        student = predictor.active()
-        assert student is not None
-        await predictor.stop()
-        assert await asyncio.to_thread(student.closed.wait, 20)
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+    predictor.start()
+    for _ in range(3000):
+        if predictor.active() is not None:
+            break
+        await asyncio.sleep(0.01)
+    [answer] = await predictor.predict(["the room was clean"], truncate=False)
+    assert answer.model == "reviews"
+    assert set(answer.scores) == {"tone", "topics"}
+    assert sum(score.score for score in answer.scores["tone"]) == pytest.approx(1.0)
+    student = predictor.active()
+    assert student is not None
+    await predictor.stop()
+    assert await asyncio.to_thread(student.closed.wait, 20)
 
 
-def test_a_predictor_without_student_leaves_torch_alone() -> None:
+def test_a_predictor_without_a_student_does_not_import_torch() -> None:
     script = (
         "import sys\n"
         "from services.api.serving.predictor import Predictor\n"
@@ -139,19 +141,19 @@ def test_a_predictor_without_student_leaves_torch_alone() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_new_heads_over_the_same_backbone_share_its_weights(new_artifact: Any) -> None:
-    first = load_student(promoted(new_artifact("qwen3")), SETTINGS)
+def test_new_heads_on_the_same_backbone_share_its_weights(new_artifact: NewArtifact) -> None:
+    first = load_student(promotion_of(new_artifact("qwen3")), SETTINGS)
     directory = new_artifact("qwen3")  # the same seed: the same backbone
     weights = load_file(directory / "classifier_heads.safetensors")
-    turned = {k: v.flip(0).contiguous() for k, v in weights.items()}
-    save_file(turned, directory / "classifier_heads.safetensors")
+    flipped = {k: v.flip(0).contiguous() for k, v in weights.items()}
+    save_file(flipped, directory / "classifier_heads.safetensors")
     golden = json.loads((directory / "golden.json").read_text())
     for text in golden["texts"]:
         text["logits"] = {head: values[::-1] for head, values in text["logits"].items()}
     (directory / "golden.json").write_text(json.dumps(golden))
     reseal(directory)
 
-    second = load_student(promoted(directory), SETTINGS, serving=[first])
+    second = load_student(promotion_of(directory), SETTINGS, serving=[first])
     assert isinstance(first.engine, PackedEngine)
     assert isinstance(second.engine, PackedEngine)
     assert second.engine.shares_weights_with(first.engine)
@@ -162,19 +164,19 @@ def test_new_heads_over_the_same_backbone_share_its_weights(new_artifact: Any) -
         np.testing.assert_allclose(after[head], before[head][:, ::-1], atol=1e-5)
 
 
-def test_another_backbone_shares_nothing(new_artifact: Any) -> None:
-    first = load_student(promoted(new_artifact("qwen3")), SETTINGS)
-    second = load_student(promoted(new_artifact("qwen3", seed=1)), SETTINGS, serving=[first])
+def test_another_backbone_shares_nothing(new_artifact: NewArtifact) -> None:
+    first = load_student(promotion_of(new_artifact("qwen3")), SETTINGS)
+    second = load_student(promotion_of(new_artifact("qwen3", seed=1)), SETTINGS, serving=[first])
     assert isinstance(first.engine, PackedEngine)
     assert isinstance(second.engine, PackedEngine)
     assert not second.engine.shares_weights_with(first.engine)
 
 
-def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its_old_weights(
-    new_artifact: Any,
+def test_a_student_that_has_passed_its_gate_is_reloaded_in_8_bits_instead_of_sharing_weights(
+    new_artifact: NewArtifact,
 ) -> None:
     directory = new_artifact("qwen3")
-    first = load_student(promoted(directory), SETTINGS)
+    first = load_student(promotion_of(directory), SETTINGS)
     classifier = load_classifier(directory)
     digest = save_int8_weights(classifier, directory)
     passed = QuantizationRecord(
@@ -187,12 +189,12 @@ def test_a_student_that_passed_its_gate_since_is_reloaded_in_8_bits_not_over_its
     )
     write_quantization_record(directory, passed)
     settings = SETTINGS.model_copy(update={"compile": False})
-    second = load_student(promoted(directory), settings, serving=[first])
+    second = load_student(promotion_of(directory), settings, serving=[first])
     assert second.engine.kind == "packed-int8"
 
 
-def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
-    new_artifact: Callable[..., Path],
+def test_loading_next_to_an_active_student_stays_within_the_memory_check(
+    new_artifact: NewArtifact,
 ) -> None:
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6}
     first, second = (
@@ -203,19 +205,21 @@ def test_loading_beside_a_student_takes_no_more_than_admission_reckons_with(
     done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
     served = serving_bytes(second, bytes_per_weight=4)
     peak = int(done.stdout.splitlines()[-1])
-    # Besides the weights there are one block in the making and some buffers, which do not grow.
+    # Besides the weights there are one block being converted and buffers of constant size.
     assert 0.5 * served < peak < LOADING_PEAK_RATIO * served + 96 * 1024**2
 
 
-def test_loading_aside_rests_between_blocks_and_layers(
-    new_artifact: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+def test_throttled_loading_pauses_between_blocks_and_layers(
+    new_artifact: NewArtifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rests: list[float] = []
+    pauses: list[float] = []
     directory = new_artifact("qwen3")
-    clock = SimpleNamespace(sleep=rests.append, monotonic=time.monotonic)
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)
     monkeypatch.setattr("services.api.serving.engines.throttle.time", clock)
-    load_student(promoted(directory), SETTINGS)
-    assert rests == []
+    load_student(promotion_of(directory), SETTINGS)
+    assert pauses == []
     with throttled(lambda: True):
-        load_student(promoted(directory), SETTINGS)
-    assert len(rests) >= 3 * 3  # three layers, laid out, held against the golden texts, warmed
+        load_student(promotion_of(directory), SETTINGS)
+    assert (
+        len(pauses) >= 3 * 3
+    )  # three layers, converted, checked against the golden texts, warmed up

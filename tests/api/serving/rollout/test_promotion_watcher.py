@@ -1,52 +1,56 @@
-"""Which student the watcher serves, for each course that promotions may take."""
+"""Which model the watcher activates, for every sequence of promotions."""
+
+from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from services.api.serving.active_models import ActiveModels
+from services.api.serving.active_models import ActiveModel, ActiveModels
 from services.api.serving.promotion import Promotion, StudentRefused
 from services.api.serving.rollout.promotion_watcher import RETRY_SECONDS, PromotionWatcher
 from services.shared.jobs.gates import Int8Gate
+from tests.api.serving.fakes import CountingEngine, make_student
 
 
-def promotion(number: int, model: str, *, alias: str = "default") -> Promotion:
+def promotion_of(number: int, model: str, *, alias: str = "default") -> Promotion:
     return Promotion(f"prm_{number}", alias, model, model, model, Path("artifacts") / model)
 
 
 class Registry:
-    """Promotions, newest first, and models that may refuse to load."""
+    """Promotions, newest first, and models that may fail to load; records what it is notified of."""
 
-    def __init__(self, new_student: Any) -> None:
+    def __init__(self) -> None:
         self.promotions: list[Promotion] = []
         self.loaded: list[str] = []
         self.broken: dict[str, Exception] = {}
         self.now = 0.0
         self.refusals: list[tuple[str, str]] = []
         self.served: list[tuple[str, str]] = []
-        self.on_load = lambda: None
-        self._new_student = new_student
+        self.on_load: Callable[[], None] = lambda: None
+        self.engines: list[CountingEngine] = []
 
     def promote(self, model: str, *, alias: str = "default") -> None:
-        self.promotions.insert(0, promotion(len(self.promotions) + 1, model, alias=alias))
+        self.promotions.insert(0, promotion_of(len(self.promotions) + 1, model, alias=alias))
 
-    def load(self, promoted: Promotion) -> Any:
-        self.loaded.append(promoted.model_id)
+    def load(self, promotion: Promotion) -> ActiveModel:
+        self.loaded.append(promotion.model_id)
         self.on_load()
-        if promoted.model_id in self.broken:
-            raise self.broken[promoted.model_id]
-        return self._new_student(version=promoted.version)
+        if promotion.model_id in self.broken:
+            raise self.broken[promotion.model_id]
+        self.engines.append(CountingEngine())
+        return make_student(self.engines[-1], version=promotion.version)
 
-    def on_served(self, promoted: Promotion, *, engine: str) -> None:
-        self.served.append((promoted.promotion_id, engine))
+    def on_served(self, promotion: Promotion, *, engine: str) -> None:
+        self.served.append((promotion.promotion_id, engine))
 
-    def on_refused(self, promoted: Promotion, why: str, *, transient: bool) -> None:
-        self.refusals.append((promoted.promotion_id, why))
+    def on_refused(self, promotion: Promotion, reason: str, *, transient: bool) -> None:
+        self.refusals.append((promotion.promotion_id, reason))
 
-    def on_int8_gate(self, promoted: Promotion, gate: Int8Gate) -> None:
-        raise AssertionError("the watcher prepares nothing")
+    def on_int8_gate(self, promotion: Promotion, gate: Int8Gate) -> None:
+        raise AssertionError("the watcher quantizes nothing")
 
     def watcher(self, active_models: ActiveModels) -> PromotionWatcher:
         return PromotionWatcher(
@@ -60,8 +64,8 @@ class Registry:
 
 
 @pytest.fixture
-def registry(new_student: Any) -> Registry:
-    return Registry(new_student)
+def registry() -> Registry:
+    return Registry()
 
 
 def serving(active_models: ActiveModels, alias: str = "default") -> str | None:
@@ -83,7 +87,7 @@ def test_the_newest_promotion_serves_and_is_loaded_once(registry: Registry) -> N
     assert registry.served == [("prm_1", "counting"), ("prm_2", "counting")]
 
 
-def test_promoting_the_former_model_again_rolls_back(registry: Registry) -> None:
+def test_promoting_the_previous_model_again_rolls_back(registry: Registry) -> None:
     active_models = ActiveModels()
     watcher = registry.watcher(active_models)
     for model in ("a", "b", "a"):
@@ -92,7 +96,7 @@ def test_promoting_the_former_model_again_rolls_back(registry: Registry) -> None
     assert serving(active_models) == "a"
 
 
-def test_promoting_what_serves_already_loads_nothing(registry: Registry) -> None:
+def test_promoting_the_active_model_again_loads_nothing(registry: Registry) -> None:
     active_models = ActiveModels()
     watcher = registry.watcher(active_models)
     registry.promote("a")
@@ -101,9 +105,7 @@ def test_promoting_what_serves_already_loads_nothing(registry: Registry) -> None
     watcher.poll()
     watcher.poll()
     assert registry.loaded == ["a"]
-    student = active_models.get()
-    assert student is not None
-    assert not student.engine.is_closed  # type: ignore[attr-defined]
+    assert not registry.engines[0].is_closed
 
 
 def test_a_refused_student_never_serves_and_is_reported_once(registry: Registry) -> None:
@@ -111,13 +113,13 @@ def test_a_refused_student_never_serves_and_is_reported_once(registry: Registry)
     watcher = registry.watcher(active_models)
     registry.promote("a")
     watcher.poll()
-    registry.broken["b"] = StudentRefused("answers otherwise")
+    registry.broken["b"] = StudentRefused("answers differently")
     registry.promote("b")
     watcher.poll()
     watcher.poll()
     assert serving(active_models) == "a"
     assert registry.loaded == ["a", "b"]
-    assert registry.refusals == [("prm_2", "answers otherwise")]
+    assert registry.refusals == [("prm_2", "answers differently")]
 
 
 def test_after_a_restart_the_last_student_that_loads_serves(registry: Registry) -> None:
@@ -130,7 +132,7 @@ def test_after_a_restart_the_last_student_that_loads_serves(registry: Registry) 
     assert registry.refusals == [("prm_2", "ValueError: not an artifact")]
 
 
-def test_what_was_refused_for_memory_is_tried_again_later(registry: Registry) -> None:
+def test_a_promotion_refused_for_memory_is_retried_later(registry: Registry) -> None:
     active_models = ActiveModels()
     watcher = registry.watcher(active_models)
     registry.broken["a"] = StudentRefused("no room", transient=True)
@@ -144,7 +146,7 @@ def test_what_was_refused_for_memory_is_tried_again_later(registry: Registry) ->
     assert serving(active_models) == "a"
 
 
-def test_an_alias_without_promotion_serves_nothing_any_more(registry: Registry) -> None:
+def test_an_alias_whose_promotions_are_gone_stops_serving(registry: Registry) -> None:
     active_models = ActiveModels()
     watcher = registry.watcher(active_models)
     registry.promote("a")
@@ -164,14 +166,14 @@ def test_two_aliases_of_one_model_share_the_weights(registry: Registry) -> None:
     assert active_models.get("challenger") is active_models.get("default")
 
 
-def test_the_thread_follows_and_survives_a_database_that_is_away(registry: Registry) -> None:
+def test_the_thread_survives_an_unavailable_database(registry: Registry) -> None:
     active_models = ActiveModels()
-    answers: list[Any] = [ConnectionError("away")]
+    errors = [ConnectionError("away")]
 
     def promotions() -> list[Promotion]:
-        if answers:
-            raise answers.pop()
-        return [promotion(1, "a")]
+        if errors:
+            raise errors.pop()
+        return [promotion_of(1, "a")]
 
     watcher = PromotionWatcher(
         active_models, promotions=promotions, load=registry.load, poll_seconds=0.001
@@ -184,32 +186,32 @@ def test_the_thread_follows_and_survives_a_database_that_is_away(registry: Regis
     assert registry.loaded == ["a"]
 
 
-def test_a_reload_replaces_the_student_on_every_alias_it_serves(registry: Registry) -> None:
+def test_a_reload_replaces_the_model_on_every_alias_it_serves(registry: Registry) -> None:
     active_models = ActiveModels()
     watcher = registry.watcher(active_models)
     registry.promote("a")
     registry.promote("a", alias="challenger")
     watcher.poll()
-    former = active_models.get()
-    watcher.reload("mdl_of_nobody")
+    previous = active_models.get()
+    watcher.reload("mdl_unknown")
     assert not watcher.poll()
     watcher.reload("a")
     assert watcher.poll()
     assert active_models.get() is active_models.get("challenger")
-    assert active_models.get() is not former
-    assert former is not None
-    assert former.closed.wait(20)
+    assert active_models.get() is not previous
+    assert previous is not None
+    assert previous.closed.wait(20)
     assert sorted(registry.served[2:]) == [("prm_1", "counting"), ("prm_2", "counting")]
 
 
-def test_a_reload_that_is_refused_leaves_the_student_in_place(registry: Registry) -> None:
+def test_a_refused_reload_leaves_the_model_in_place(registry: Registry) -> None:
     active_models = ActiveModels()
     watcher = registry.watcher(active_models)
     registry.promote("a")
     watcher.poll()
-    former = active_models.get()
+    previous = active_models.get()
     registry.broken["a"] = StudentRefused("no room", transient=True)
     watcher.reload("a")
     assert not watcher.poll()
-    assert active_models.get() is former
-    assert registry.refusals == []  # the promotion serves as before
+    assert active_models.get() is previous
+    assert registry.refusals == []  # the promotion keeps serving
