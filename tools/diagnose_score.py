@@ -1,7 +1,7 @@
-"""`python -m tools.diagnose_score [FILE]`: diagnoses of known failures, case by case.
+"""`python -m tools.diagnose_score [FILE]`: score diagnoses against known failures.
 
-A file holds reports: a case, and what is known of its cause. `firm` reports are those whose cause
-is established; one that is not may be `undecided` or `likely`, never `certain`.
+A file holds reports: a case, and what is known of its cause. The cause of a `firm` report is
+established; any other may be diagnosed `undecided` or `likely`, never `certain`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.shared.memory.forensics.diagnosis import Confidence, Diagnosis, Sh
 
 REPORTS = Path("tests/data/oom_reports.json")
 
-# How the reports write what a diagnosis calls otherwise.
+# Values of `sharded` in the reports that a diagnosis does not use.
 _SHARDED = {
     "partial": Sharded.PARTLY,
     "na": Sharded.UNKNOWN,
@@ -29,7 +29,7 @@ _SHARDED = {
 
 @dataclass(frozen=True)
 class Score:
-    """One report: what is known, and what the diagnosis says."""
+    """One report: the known answer and the diagnosis."""
 
     name: str
     firm: bool

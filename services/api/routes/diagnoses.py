@@ -1,4 +1,4 @@
-"""Diagnoses: what an out-of-memory error says, for jobs of this platform and of any other."""
+"""Diagnoses of out-of-memory errors, for jobs of this platform and of any other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EXAMPLE = {
 CaseBody = Annotated[
     dict[str, Any],
     Body(
-        description=f"What is known of the failed job; every field is optional: {_FIELDS}.",
+        description=f"A description of the failed job; every field is optional: {_FIELDS}.",
         examples=[_EXAMPLE],
     ),
 ]
@@ -41,5 +41,5 @@ CaseBody = Annotated[
 
 @router.post("/diagnoses", operation_id="diagnose")
 def diagnose_case(case: CaseBody) -> Document[DiagnosisDict]:
-    """Read an out-of-memory error: its cause, how sure that is, and what would help."""
+    """Diagnose an out-of-memory error: its cause, the confidence in it, and remedies."""
     return diagnose(Case.from_dict(case)).to_dict()

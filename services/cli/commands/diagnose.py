@@ -1,4 +1,4 @@
-"""`stillhouse diagnose`: read an out-of-memory failure down to the tensor."""
+"""`stillhouse diagnose`: diagnose an out-of-memory failure from a case or a log."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def diagnose(
         str | None, typer.Option(help="Classes of each classifier head, such as 3,7.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
-    device: Annotated[str | None, typer.Option(help="Kind of card, in any words.")] = None,
+    device: Annotated[str | None, typer.Option(help="Kind of accelerator, as free text.")] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="Memory of one card, such as 65520MiB or 64GiB.")
+        str | None, typer.Option(help="Memory of one device, such as 65520MiB or 64GiB.")
     ] = None,
     host_memory: Annotated[str | None, typer.Option(help="Memory of the host.")] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="How it was sharded, such as 'FSDP1 full_shard' or ZeRO-2.")
+        str | None, typer.Option(help="Sharding strategy, such as 'FSDP1 full_shard' or ZeRO-2.")
     ] = None,
-    wrap_policy: Annotated[str | None, typer.Option(help="What was wrapped, in any words.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Precision, in any words.")] = None,
+    wrap_policy: Annotated[str | None, typer.Option(help="Wrap policy, as free text.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision, as free text.")] = None,
     optimizer: Annotated[
         str | None, typer.Option(help="Optimizer, such as adamw_torch_fused.")
     ] = None,
@@ -53,13 +53,15 @@ def diagnose(
         bool | None, typer.Option(help="Whether activations were recomputed.")
     ] = None,
     offload: Annotated[str | None, typer.Option(help="none, optimizer or all.")] = None,
-    phase: Annotated[str | None, typer.Option(help="When it failed, in any words.")] = None,
+    phase: Annotated[
+        str | None, typer.Option(help="Phase in which it failed, as free text.")
+    ] = None,
     step: Annotated[int | None, typer.Option(help="The step it failed in.")] = None,
     exit_code: Annotated[int | None, typer.Option(help="Exit code of the failed rank.")] = None,
     torch: Annotated[str | None, typer.Option(help="Version of torch.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say which tensor failed, whether sharding was active, why, and what to change."""
+    """Diagnose an out-of-memory failure: which tensor, whether sharding was active, what to change."""
     stated = {
         "model_name": model,
         "heads": [int(n) for n in heads.split(",") if n.strip().isdigit()] if heads else None,
@@ -102,7 +104,7 @@ def _size(text: str | None, field: str) -> int | None:
 def _read(source: Path | None) -> tuple[dict[str, Any], LogReading | None]:
     """Return the case's fields and, where the source is a log, what was read of it."""
     if source is None:
-        # Nobody typing at a terminal means to paste a log: then the options are the whole case.
+        # At a terminal nothing is piped in: the options are the whole case.
         return {}, None if sys.stdin.isatty() else read_log(sys.stdin.buffer)
     if not source.is_file():
         raise InvalidInput("source", f"there is no file {source}")
@@ -118,7 +120,7 @@ def _read(source: Path | None) -> tuple[dict[str, Any], LogReading | None]:
 
 
 def _as_case(raw: bytes) -> dict[str, Any] | None:
-    """Return the fields of a case, or None for a log that merely begins with a brace."""
+    """Return the fields of a case, or None for a log that begins with a brace."""
     try:
         content = json.loads(raw)
     except ValueError:

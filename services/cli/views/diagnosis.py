@@ -1,4 +1,4 @@
-"""A diagnosis for people: what failed, what is excluded and why, what decides, what helps."""
+"""The readable form of a diagnosis: verdict, facts, hypotheses, next measurement, remedies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _message_line(diagnosis: Diagnosis) -> str:
         return f"{message.backend}, {message.kind}: {message.text[:90]}"
     parts = []
     for size, words in (
-        (accounts.requested_bytes, "asked for"),
+        (accounts.requested_bytes, "requested"),
         (accounts.allocated_bytes, "allocated"),
         (accounts.cached_bytes, "cached, unallocated"),
         (accounts.free_bytes, "free"),
@@ -120,12 +120,12 @@ def _needs_line(diagnosis: Diagnosis) -> str:
 
 
 def _explanations(hypotheses: tuple[Hypothesis, ...]) -> Table:
-    """Give each explanation a line: what it predicts where that was computed, else its reasons."""
+    """Return a row for each hypothesis: its predictions where computed, else its reasons."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("Explanation", ratio=5)
     table.add_column("allocated", no_wrap=True, justify="right")
-    table.add_column("asks for", no_wrap=True, justify="right")
+    table.add_column("requests", no_wrap=True, justify="right")
     table.add_column("where, and why", ratio=5)
     for hypothesis in hypotheses:
         mark, style = _MARKS[hypothesis.strength]

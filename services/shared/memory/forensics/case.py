@@ -1,4 +1,4 @@
-"""A failed job as its owner can describe it; every field is optional."""
+"""The description of a failed job; every field is optional."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Observed:
-    """What a probe on a rank saw after wrapping, before the first step."""
+    """What the probe on a rank measured after wrapping, before the first step."""
 
     sharded_units: int | None = None
     local_parameter_bytes: int | None = None
@@ -29,7 +29,7 @@ class Observed:
 class Case:
     """What is known of a failed job. Free text is kept as it was written.
 
-    `ignored` names fields of the input that mean nothing here, so that a misspelt one is noticed.
+    `ignored` names unknown fields of the input, so that a misspelt one is noticed.
     """
 
     log: str = ""
@@ -65,7 +65,7 @@ class Case:
     def from_dict(cls, value: Mapping[str, Any]) -> Case:
         """Read a case from plain values; unknown fields are kept by name in `ignored`.
 
-        Raises InvalidInput naming the field whose value cannot be what it should be.
+        Raises InvalidInput naming the field whose value is invalid.
         """
         if not isinstance(value, Mapping):
             raise InvalidInput("case", f"{type(value).__name__} is not an object of named fields")
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def words(self) -> str:
-        """Return all free text but the log, to look names up in."""
+        """Return all free text except the log, to search for names."""
         texts = (self.model_name, self.sharding_strategy, self.wrap_policy, self.precision)
         return "; ".join(text for text in (*texts, self.device, self.phase) if text)
 
@@ -104,7 +104,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _positive(name: str, value: Any) -> int | None:
-    # Zero is how forms leave a number out.
+    # Web forms send zero for a number that was left out.
     return _count(name, value) or None
 
 

@@ -1,4 +1,4 @@
-"""The recipe and the hardware of a case: what was told, the framework's defaults for the rest."""
+"""The recipe and the hardware of a case; the framework's defaults fill what it leaves out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEFAULT_SEQUENCE_LENGTH = 2048
 
 
 def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
-    """Return the recipe that the case tells, its gaps filled, with `changes` made to it.
+    """Return the recipe of the case, defaults filled in, with `changes` applied.
 
     Raises InvalidInput where the changes do not go together.
     """
@@ -44,7 +44,7 @@ def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
     engine = _ENGINES.get(evidence.framework or Framework.FSDP2, Engine.FSDP2)
     sharding = evidence.sharding if sharded else Sharding.NONE
     if sharding is Sharding.HYBRID:
-        sharding = Sharding.FULL  # the size of its groups is not told
+        sharding = Sharding.FULL  # the size of its groups is not known
     values: dict[str, Any] = {
         "engine": engine,
         "sharding": sharding or Sharding.FULL,
@@ -76,7 +76,7 @@ def _offload(evidence: Evidence) -> Offload:
 
 
 def default_implementation(evidence: Evidence) -> OptimizerImpl:
-    """Return how AdamW runs when nobody chose: it depends on torch's version."""
+    """Return the default implementation of AdamW, which depends on the version of torch."""
     version = torch_version(evidence)
     if version is not None and version >= _FUSED_DEFAULT_FROM:
         return OptimizerImpl.FUSED
@@ -84,7 +84,7 @@ def default_implementation(evidence: Evidence) -> OptimizerImpl:
 
 
 def torch_version(evidence: Evidence) -> tuple[int, int] | None:
-    """Return major and minor version of torch, where the case tells them."""
+    """Return major and minor version of torch, where the case gives them."""
     stated = re.search(r"([0-9]+)\.([0-9]+)", str(evidence.case.versions.get("torch", "")))
     return (int(stated[1]), int(stated[2])) if stated else None
 
@@ -94,7 +94,7 @@ def _stated_parameters(evidence: Evidence) -> Precision | None:
 
 
 def state_precision(evidence: Evidence) -> Precision:
-    """Return what parameters are stored in: as told, else float32, as mixed precision keeps them."""
+    """Return the dtype of stored parameters: as given, else float32 as in mixed precision."""
     return _stated_parameters(evidence) or Precision.FLOAT32
 
 
@@ -104,10 +104,10 @@ def _half_is_float16(evidence: Evidence) -> bool:
 
 
 def hardware_of(evidence: Evidence, *, ranks: int | None = None) -> Hardware | None:
-    """Return the machine of the case; the reserve is what the message shows outside of torch.
+    """Return the hardware of the case; the reserve is what the message shows outside of torch.
 
-    A card that nobody named has at least what was allocated and requested. None where not even that
-    or the number of ranks is known.
+    An unnamed device has at least what was allocated and requested. None where neither that nor the
+    number of ranks is known.
     """
     count, card = ranks or evidence.ranks, evidence.card_bytes or _least_card(evidence)
     if not count or not card:

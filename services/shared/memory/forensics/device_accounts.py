@@ -1,4 +1,4 @@
-"""Who held the card when the request failed, from the numbers that the message printed."""
+"""How the device's memory was divided when the request failed, from the printed numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.shared.memory.oom_log.message_parser import Message, bytes_of
 from services.shared.memory.sizes import GIB
 
 # Context, libraries and collectives of one process: 0.1 to 2.3 GiB in 27 of 33 public messages
-# that allow the subtraction (2026-11); beyond this somebody else is on the card.
+# that allow the subtraction (2026-11); beyond this another process uses the device.
 USUAL_OUTSIDE_BYTES = int(2.5 * GIB)
 # WSL2 prints an overflowed 2**64 here; no card of today holds a pebibyte.
 _ABSURD_BYTES = 1 << 50
@@ -16,10 +16,10 @@ _ABSURD_BYTES = 1 << 50
 
 @dataclass(frozen=True)
 class Accounts:
-    """The card in bytes; a part that the message does not allow to compute is None.
+    """The device's memory in bytes; a part that cannot be computed from the message is None.
 
-    `outside_bytes` is what neither torch's allocator holds nor anybody leaves free: this process's
-    context and collectives and, where the message has no process sentence, other processes too.
+    `outside_bytes` is neither held by torch's allocator nor free: this process's context and
+    collectives and, where the message has no process sentence, other processes too.
     """
 
     requested_bytes: int | None = None
@@ -34,16 +34,16 @@ class Accounts:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Return what torch could have had at most: the card less all that is outside of it."""
+        """Return what torch could have used at most: the total less what is outside of torch."""
         if self.total_bytes is None or self.outside_bytes is None:
             return None
         return self.total_bytes - self.outside_bytes
 
     @property
     def foreign_bytes(self) -> int:
-        """Return what is on the card beyond this process and its usual overhead.
+        """Return the bytes used beyond this process and its usual overhead.
 
-        Less than a gibibyte is the print's rounding, or another context; it counts as nothing.
+        Less than a gibibyte may be rounding or another context, and counts as zero.
         """
         beyond = max(0, (self.outside_bytes or 0) - self.usual_outside_bytes)
         foreign = max(self.other_processes_bytes or 0, beyond)
@@ -51,7 +51,7 @@ class Accounts:
 
     @property
     def fits_if_defragmented(self) -> bool | None:
-        """Tell whether the request fits beside what is allocated if no byte is fragmented."""
+        """Return whether the request would fit if the free memory were contiguous."""
         if self.usable_bytes is None or self.allocated_bytes is None:
             return None
         return self.allocated_bytes + (self.requested_bytes or 0) <= self.usable_bytes
@@ -60,9 +60,9 @@ class Accounts:
 def read_accounts(
     message: Message, *, total_bytes: int | None = None, usual_outside_bytes: int = 0
 ) -> Accounts:
-    """Return the accounts of `message`; `total_bytes` stands in where it does not print the card.
+    """Return the accounts of `message`; `total_bytes` is used where it does not print the total.
 
-    `usual_outside_bytes` is what this kind of card is known to keep outside of torch.
+    `usual_outside_bytes` is what this kind of device is known to use outside of torch.
     """
     total = bytes_of(message.total) or total_bytes or bytes_of(message.allowed)
     allocated, free = bytes_of(message.allocated), bytes_of(message.free)

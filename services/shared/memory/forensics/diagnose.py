@@ -1,4 +1,4 @@
-"""Read a failure: gather the evidence, weigh every explanation, say what decides and what helps."""
+"""Diagnose a failure: gather the evidence, test every explanation, propose remedies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from services.shared.memory.forensics.diagnosis import (
 )
 from services.shared.memory.forensics.evidence import Evidence, gather_evidence
 from services.shared.memory.forensics.free_text import FailurePhase
+from services.shared.memory.forensics.next_measurement import next_measurement
+from services.shared.memory.forensics.planned_requests import planned_candidates
 from services.shared.memory.forensics.remedies import propose_remedies
 from services.shared.memory.forensics.request_matching import (
-    Candidate,
     Match,
-    Role,
     Rounding,
     is_segment_size,
 )
@@ -29,128 +29,24 @@ from services.shared.memory.forensics.scenarios import hypotheses_from_timelines
 from services.shared.memory.forensics.sharding_verdict import judge_sharding
 from services.shared.memory.forensics.state_size import Needs, PlannedPeaks, compute_needs
 from services.shared.memory.oom_log.log_scanner import LogReading
-from services.shared.memory.oom_log.message_formats import Backend, MessageKind
-from services.shared.memory.oom_log.message_parser import PrintedSize
-from services.shared.memory.planning.allocation_tape import rounded
+from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.planning.plan import Verdict
 from services.shared.memory.recipe import OptimizerImpl
-from services.shared.memory.sizes import MIB, format_size
+from services.shared.memory.sizes import format_size
 
-
-def next_measurement(
-    evidence: Evidence, needs: Needs | None, hypotheses: tuple[Hypothesis, ...]
-) -> str:
-    """Return what to measure next, and what each outcome would mean."""
-    left = [h for h in hypotheses if h.strength is Strength.POSSIBLE]
-    computed = [h for h in left if h.step is not None]
-    if len(computed) > 1:
-        return _by_step(computed)
-    message = evidence.message
-    if message is None or message.allocated is None or message.requested is None:
-        return (
-            "the whole message of the first rank that failed: bytes requested, allocated and "
-            "reserved, with its traceback" + _after_wrapping(evidence, needs, joint="; then ")
-        )
-    if evidence.shape is None:
-        return "the model's config.json: with it the request can be matched to a tensor"
-    after = _after_wrapping(evidence, needs, joint="")
-    return after or "the tokens of a rank's micro-batch and the step it failed in (progress bar)"
-
-
-def _by_step(left: list[Hypothesis]) -> str:
-    """Ask for step and direction: they tell the survivors apart, and every log has them."""
-    ordered = sorted(left, key=lambda h: (h.step or 0, h.where))
-    outcomes = [f"{h.where.partition(',')[0]} means {h.what}" for h in ordered]
-    return (
-        "the step it failed in, and whether forward or backward (progress bar and traceback of the "
-        f"failing rank): {'; '.join(outcomes)}"
-    )
-
-
-def _after_wrapping(evidence: Evidence, needs: Needs | None, *, joint: str) -> str:
-    ranks = evidence.ranks
-    if needs is None or not ranks or ranks == 1:
-        return ""
-    count = needs.num_parameters
-    halves, floats, whole = (2 * count // ranks, 4 * count // ranks, 2 * count)
-    return (
-        f"{joint}memory_allocated() on every rank right after wrapping: {format_size(floats)} is "
-        f"sharded float32, {format_size(halves)} sharded bfloat16, {format_size(whole)} the whole "
-        "model"
-    )
-
-
-_MOST_NAMES = 3
-# What the timeline calls the buffers of parameters; all else it asks for are activations.
-_BUFFERS = ("gathered", "flat", "whole", "reduce", "loaded", "shards", "part of", "exp_avg")
-_STATE = ("exp_avg", "optimizer", "square root")
-
-
-def planned_candidates(evidence: Evidence) -> tuple[Candidate, ...]:
-    """Return what the planned job asks for in exactly the printed size, by name.
-
-    Empty where micro-batch or sequence length were not told, or the size says nothing.
-    """
-    case, message = evidence.case, evidence.message
-    if message is None or message.requested is None:
-        return ()
-    if not (case.micro_batch and case.sequence_length and evidence.framework):
-        return ()
-    rounding = Rounding(
-        Backend.CUDA if message.backend is Backend.UNKNOWN else message.backend,
-        evidence.log.power2_divisions,
-    )
-    planned = plan_with(evidence)
-    if planned is None or is_segment_size(message.requested, rounding):
-        return ()
-    names: dict[tuple[Role, int], dict[str, None]] = {}
-    for point in planned.timeline:
-        for moment in point.rising:
-            if moment.request_bytes and _would_print(
-                moment.request_bytes, message.requested, rounding
-            ):
-                role = Role.PARAMETERS if moment.what.startswith(_BUFFERS) else Role.ACTIVATION
-                named = names.setdefault((role, moment.request_bytes), {})
-                named[f"{moment.what} ({point.phase})"] = None
-    match = Match.EXACT if message.requested.tolerance_bytes < MIB else Match.WITHIN_ROUNDING
-    dtype = str(planned.recipe.compute)
-    return tuple(
-        Candidate(role, _joined(list(found)), size, _dtype(found, dtype, evidence), match)
-        for (role, size), found in names.items()
-    )
-
-
-def _would_print(request_bytes: int, requested: PrintedSize, rounding: Rounding) -> bool:
-    if rounding.backend is Backend.HOST:
-        # The timeline counts in blocks of the device's allocator; the host asks for exact bytes.
-        return rounded(requested.size_bytes) == request_bytes
-    return requested.covers(rounding.driver_request(request_bytes))
-
-
-def _joined(names: list[str]) -> str:
-    shown = " or ".join(names[:_MOST_NAMES])
-    return shown if len(names) <= _MOST_NAMES else f"{shown} or {len(names) - _MOST_NAMES} others"
-
-
-def _dtype(names: dict[str, None], compute: str, evidence: Evidence) -> str:
-    stored = evidence.case.parameters or evidence.precision.parameters
-    if all(name.startswith(_STATE) for name in names) and stored:
-        return str(stored)
-    return compute
-
-
-# What a timeline answers better than a count of bytes per parameter, or a size alone, does.
+# Causes that a timeline decides better than bytes per parameter or one size can.
 _COUNTED = frozenset({Cause.CAPACITY, Cause.FRAGMENTATION})
-# State of this share leaves no room for one gathered layer and its gradient, whatever the model.
+# Training state above this share of the device leaves no room for one gathered layer and its
+# gradient, whatever the model.
 _FULL_SHARE = 0.85
 
 
 def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
-    """Return what the failure was: cause, confidence, sharding, request, and what to change.
+    """Return the diagnosis of a failed job: cause, confidence, sharding, request, remedies.
 
     `certain` is given only where arithmetic excludes every other explanation; where several remain
     the cause is `undecided` and the one measurement that decides is named. A `log` that was
-    streamed from a file stands in for the case's own text. Raises InvalidInput for a `model` that
+    streamed from a file replaces the case's own text. Raises InvalidInput for a `model` that
     cannot exist, naming its field.
     """
     evidence = _with_planned_requests(gather_evidence(case, log))
@@ -183,7 +79,7 @@ def _with_planned_requests(evidence: Evidence) -> Evidence:
 
 
 def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
-    """Return all explanations, the strongest first; equals stay in the order of their authority."""
+    """Return all hypotheses, the strongest first; equals stay in the order of the rules."""
     stated = tuple(
         _optimizer_or_capacity(evidence, needs, h) for h in hypotheses_from_rules(evidence, needs)
     )
@@ -197,7 +93,7 @@ def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesi
 
 
 def _promoted_to_likely(hypothesis: Hypothesis) -> Hypothesis:
-    """Believe a survivor without a rival cause, unless it needs something that nobody told."""
+    """Return a hypothesis without a rival cause as likely, unless there are objections to it."""
     if hypothesis.strength is not Strength.POSSIBLE or hypothesis.objections:
         return hypothesis
     return replace(hypothesis, strength=Strength.LIKELY)
@@ -206,7 +102,7 @@ def _promoted_to_likely(hypothesis: Hypothesis) -> Hypothesis:
 def _optimizer_or_capacity(
     evidence: Evidence, needs: Needs | None, hypothesis: Hypothesis
 ) -> Hypothesis:
-    """Blame the update's temporaries only where the job fits without them."""
+    """Attribute the failure to the update's temporaries only where the job fits without them."""
     if hypothesis.cause is not Cause.OPTIMIZER_TEMPORARIES:
         return hypothesis
     text = _lacks_room_without(evidence, needs)
@@ -221,7 +117,7 @@ def _optimizer_or_capacity(
 
 
 def _lacks_room_without(evidence: Evidence, needs: Needs | None) -> str | None:
-    """Say how the job crowds the card even without temporaries, or None where it does not."""
+    """Return why the job does not fit even without temporaries, or None where it does."""
     without = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED)
     if without is not None:
         if without.verdict is Verdict.FITS:
@@ -256,7 +152,7 @@ def _sharding(evidence: Evidence, cause: Cause) -> tuple[Sharded, tuple[str, ...
 
 
 def _notes(evidence: Evidence, needs: Needs | None) -> tuple[str, ...]:
-    """Return what a reader must know to judge the diagnosis."""
+    """Return the caveats that a reader needs to judge the diagnosis."""
     notes = [
         f"field {name!r} is not part of a case and was ignored" for name in evidence.case.ignored
     ]
@@ -265,7 +161,7 @@ def _notes(evidence: Evidence, needs: Needs | None) -> tuple[str, ...]:
     if message is not None and message.requested is not None:
         if is_segment_size(message.requested, Rounding(message.backend)):
             notes.append(
-                "the printed request is the size of a segment: every small tensor asks for it"
+                "the printed request is the size of a segment: every small tensor requests it"
             )
         elif evidence.shape and all(c.match is Match.LOOSE for c in evidence.candidates):
             notes.append("no parameter tensor of this model has the size of the request")
@@ -285,12 +181,12 @@ def _notes(evidence: Evidence, needs: Needs | None) -> tuple[str, ...]:
     if evidence.shape is not None and evidence.shape.language_head and evidence.case.ranks:
         notes.append("predicted peaks leave out the logits of a language-model head")
     if evidence.case.sequence_length is None and evidence.shape is not None:
-        notes.append("tokens per rank were not told: predicted peaks take 1 x 2048")
+        notes.append("tokens per rank are not given: predicted peaks assume 1 x 2048")
     return tuple(notes)
 
 
 def _coincidence(evidence: Evidence, needs: Needs | None) -> list[str]:
-    """Warn where a rank's share of the state has the size of the whole model."""
+    """Return a warning where a rank's share of the state has the size of the whole model."""
     allocated = evidence.accounts.allocated_bytes
     if needs is None or needs.rank_state_bytes is None or allocated is None:
         return []
@@ -322,7 +218,7 @@ def _planned_peaks(evidence: Evidence) -> PlannedPeaks | None:
 
 
 def _summary(diagnosis: Diagnosis) -> str:
-    """Return one sentence for people."""
+    """Return the diagnosis in one sentence."""
     best = diagnosis.hypotheses[0] if diagnosis.hypotheses else None
     if best is None:
         return "Nothing given says why the memory ran out."

@@ -44,7 +44,7 @@ class Cause(str, Enum):
 
 
 class Confidence(str, Enum):
-    """How sure a diagnosis is; certain only where arithmetic excludes everything else."""
+    """How certain a diagnosis is; `certain` only where arithmetic excludes everything else."""
 
     CERTAIN = "certain"
     LIKELY = "likely"
@@ -54,7 +54,7 @@ class Confidence(str, Enum):
 
 
 class Sharded(str, Enum):
-    """Whether each rank held only its share of the parameters."""
+    """Whether each rank held only its shard of the parameters."""
 
     YES = "yes"
     NO = "no"
@@ -65,7 +65,7 @@ class Sharded(str, Enum):
 
 
 class Strength(int, Enum):
-    """How far the evidence carries one explanation."""
+    """How strongly the evidence supports one hypothesis."""
 
     EXCLUDED = 0
     POSSIBLE = 1
@@ -93,7 +93,7 @@ HypothesisDict = TypedDict(
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One explanation: what it predicts for the message, what speaks for it and against it."""
+    """One explanation: what it predicts for the message, and the evidence for and against it."""
 
     cause: Cause
     what: str
@@ -123,17 +123,17 @@ class Hypothesis:
 
 
 def possible(cause: Cause, what: str, *reasons: str) -> Hypothesis:
-    """Return an explanation that something speaks for."""
+    """Return a hypothesis with some evidence for it."""
     return Hypothesis(cause, what, Strength.POSSIBLE, reasons=reasons)
 
 
 def likely(cause: Cause, what: str, *reasons: str) -> Hypothesis:
-    """Return an explanation that the evidence points to."""
+    """Return a hypothesis that the evidence points to."""
     return Hypothesis(cause, what, Strength.LIKELY, reasons=reasons)
 
 
 def certain(cause: Cause, what: str, *reasons: str) -> Hypothesis:
-    """Return an explanation that leaves no room for another."""
+    """Return a hypothesis that excludes every other."""
     return Hypothesis(cause, what, Strength.CERTAIN, reasons=reasons)
 
 

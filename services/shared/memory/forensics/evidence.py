@@ -1,4 +1,4 @@
-"""Everything that is known of a failed job, brought into one form before it is weighed."""
+"""The evidence of a failed job: the case, its log and the request, in one typed form."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _CLASSIFIER = re.compile(r"classif|\bheads?\b|backbone|teacher|student", re.IGNO
 
 @dataclass(frozen=True)
 class Evidence:
-    """A case with its words understood, its log read and its request matched.
+    """A case with its free text parsed, its log read and its request matched.
 
-    `shapes` holds what the model may be: one, or two where nothing tells whether a published name
-    stands for the backbone alone or for the language model with its output projection.
+    `shapes` holds the candidates for the model: one, or two where a published name may mean the
+    backbone alone or the language model with its output projection.
     """
 
     case: Case
@@ -69,18 +69,18 @@ class Evidence:
 
     @property
     def framework(self) -> Framework | None:
-        """Who was configured to distribute the training, else whose code the traceback shows."""
+        """The configured framework of distribution, else the one whose code the traceback shows."""
         stated = self.case.framework or self.strategy.framework
         return stated or (Framework(self.log.engine) if self.log.engine else None)
 
     @property
     def sharding(self) -> Sharding | None:
-        """What was configured to be divided."""
+        """The configured sharding strategy."""
         return self.case.sharding or self.strategy.sharding
 
     @property
     def ranks(self) -> int | None:
-        """Number of ranks; one where the words say that there is one card."""
+        """Number of ranks; one where the text says that there is one device."""
         return self.case.ranks or (
             1 if self.framework is Framework.NONE and self._single_device else None
         )
@@ -92,7 +92,7 @@ class Evidence:
 
     @property
     def card_bytes(self) -> int | None:
-        """Memory of one card: as printed, as told, or as its kind has."""
+        """Memory of one device: as printed, as given, or as usual for its kind."""
         if self.accounts.total_bytes:
             return self.accounts.total_bytes
         return DEVICES[self.device].memory_bytes if self.device else None
@@ -104,7 +104,7 @@ class Evidence:
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters or optimizer state were meant to lie in host memory."""
+        """Whether parameters or optimizer state were configured to be in host memory."""
         stated = (self.case.offload or "").strip().lower()
         return self.strategy.offload or stated not in ("", "none", "false", "no")
 
@@ -131,9 +131,9 @@ class Evidence:
 
 
 def gather_evidence(case: Case, log: LogReading | None = None) -> Evidence:
-    """Return the evidence of `case`: words understood, log read, request matched.
+    """Return the evidence of `case`: free text parsed, log read, request matched.
 
-    A `log` that was already read stands in for the case's own text.
+    A `log` that was already read replaces the case's own text.
     """
     log = log or read_log(case.log)
     message = log.primary
@@ -240,13 +240,13 @@ def _shape_from_config(model: Mapping[str, Any], name: str | None) -> Shape | No
     _check_layers(config["num_hidden_layers"])
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("max_position_embeddings", 2048)
-    if isinstance(config["hidden_size"], int):  # what is no number, from_config refuses by name
+    if isinstance(config["hidden_size"], int):  # from_config names the field otherwise
         config.setdefault("intermediate_size", 4 * config["hidden_size"])
     return from_config(config, name=name or "model")
 
 
 def _check_layers(count: Any) -> None:
-    # A timeline has points for every layer: an absurd number of them would only burn time.
+    # A timeline has points for every layer, so an absurd number of layers would only take time.
     if isinstance(count, int) and count > _MOST_LAYERS:
         raise InvalidInput("model.num_layers", f"{count}", accepted=f"up to {_MOST_LAYERS}")
 

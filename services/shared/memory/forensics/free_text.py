@@ -1,4 +1,4 @@
-"""Understand what people write of a job: strategy, precision, optimizer, phase, device."""
+"""Parse free text about a job: sharding strategy, precision, optimizer, phase, device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.shared.memory.sizes import GIB
 
 
 class Framework(str, Enum):
-    """Who distributes the training, as configured; not necessarily what happened."""
+    """The framework configured to distribute the training; not necessarily what happened."""
 
     FSDP1 = "fsdp1"
     FSDP2 = "fsdp2"
@@ -33,7 +33,7 @@ class Framework(str, Enum):
 
 
 class FailurePhase(str, Enum):
-    """When the memory ran out, as far as it was told."""
+    """The phase in which the memory ran out, as reported."""
 
     LOAD = "load"
     WRAP = "wrap"
@@ -49,7 +49,7 @@ class FailurePhase(str, Enum):
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """A sentence on sharding, taken apart; None where it does not say."""
+    """The settings in a sentence about sharding; None where it does not say."""
 
     framework: Framework | None = None
     sharding: Sharding | None = None
@@ -77,7 +77,7 @@ def read_strategy(text: str) -> ShardingSettings:
     )
 
 
-# One model over several cards by layers or by slices: no rank holds all of it, nobody shards it.
+# One model over several devices by layers or by slices: no rank holds all of it, unsharded or not.
 _SPLIT = re.compile(r"device_map|(?:model|tensor|pipeline|expert)[\s_-]*parallel|megatron")
 
 
@@ -120,7 +120,7 @@ def _sharding(low: str) -> Sharding | None:
 
 @dataclass(frozen=True)
 class PrecisionSettings:
-    """What a sentence on precision says of storage and compute."""
+    """The settings in a sentence about precision."""
 
     parameters: Precision | None = None
     mixed: bool = False
@@ -188,7 +188,7 @@ _PHASES: tuple[tuple[FailurePhase, str], ...] = (
 
 
 def read_phase(text: str) -> FailurePhase | None:
-    """Return the phase that the words name first: "load then backward" is loading."""
+    """Return the phase that the text names first: "load then backward" is loading."""
     low = text.lower()
     places = [(m.start(), phase) for phase, words in _PHASES if (m := re.search(words, low))]
     return min(places, key=lambda place: place[0])[1] if places else None
@@ -224,7 +224,7 @@ def _known_device(text: str, memory: int | None) -> str | None:
 
 
 def count_listed_devices(text: str) -> int | None:
-    """Return how many cards a list such as "HCU1-7" holds."""
+    """Return the number of devices in a range such as "HCU1-7"."""
     found = _CARD_RANGE.search(text)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""What to change after a failure: the fault itself first, then the recipes that fit."""
+"""Remedies for a failure: the fault itself first, then the recipes that fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from services.shared.memory.recipe import Engine, Offload, OptimizerImpl, Recipe
 from services.shared.memory.sizes import format_size
 
 _MOST_RECIPES = 6
-# Causes that a smaller recipe cures; the others need a fault removed, not a smaller job.
+# Causes that a recipe of less memory fixes; the others need a fault removed instead.
 _FIXED_BY_SMALLER_RECIPE = frozenset(
     {
         Cause.CAPACITY,
@@ -52,7 +52,7 @@ def propose_remedies(
 
 
 def fixed_by_smaller_recipe(cause: Cause, *, device: str | None) -> bool:
-    """Say whether a smaller recipe helps: ranks on a CPU have the host's memory for a device's."""
+    """Return whether a recipe of less memory helps; on a CPU the host's memory is the device's."""
     return cause in _FIXED_BY_SMALLER_RECIPE or (cause is Cause.HOST_MEMORY and device == "cpu")
 
 
@@ -87,7 +87,7 @@ _DIRECT_FIXES: dict[Cause, tuple[str, str]] = {
         "none",
     ),
     Cause.DRIVER_LIMIT: (
-        "look below torch: map count and locked-memory limits (ulimit -l, vm.max_map_count), pinned "
+        "check below torch: map count and locked-memory limits (ulimit -l, vm.max_map_count), pinned "
         "buffers, driver and collective library versions; a smaller batch will not help",
         "none",
     ),
@@ -118,7 +118,7 @@ def _enable_sharding(evidence: Evidence) -> Remedy:
         change=_sharding_change(evidence),
         predicted_peak_bytes=planned.peak_bytes if planned else None,
         verdict=planned.verdict if planned else Verdict.UNKNOWN,
-        costs="none: it is what was meant to happen; layers are gathered as they are needed",
+        costs="none: it is what was intended; layers are gathered as they are needed",
     )
 
 
@@ -167,7 +167,7 @@ def _host_remedies(evidence: Evidence, needs: Needs) -> list[Remedy]:
 def _reduce_every_micro_batch(
     evidence: Evidence, hypotheses: tuple[Hypothesis, ...]
 ) -> list[Remedy]:
-    """Name the cure of whole gradients where they survived as an explanation."""
+    """Propose reducing every micro-batch where unreduced gradients are a possible explanation."""
     if not any("no_sync" in h.what and h.strength is not Strength.EXCLUDED for h in hypotheses):
         return []
     planned = plan_with(
@@ -226,7 +226,7 @@ def _as_remedy(
 
 
 def _one_rank_less(evidence: Evidence, planned: Plan) -> FewerRanks | None:
-    """Say what the change comes to when one card is missing, as cards are."""
+    """Return the prediction for one rank less, as when a device has failed."""
     ranks = (evidence.ranks or 1) - 1
     hardware = hardware_of(evidence, ranks=ranks) if ranks >= 2 else None
     if hardware is None:
@@ -239,7 +239,7 @@ def _one_rank_less(evidence: Evidence, planned: Plan) -> FewerRanks | None:
 
 
 def _rejected_offload(evidence: Evidence, base: Recipe) -> list[Remedy]:
-    """Say why offloading everything is no way out where the host does not hold it."""
+    """Return full offload as rejected where host memory does not suffice."""
     planned = plan_with(evidence, **{**vars(base), "offload": Offload.ALL})
     if planned is None or planned.host_verdict is not Verdict.DOES_NOT_FIT:
         return []

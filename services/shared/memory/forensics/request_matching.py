@@ -1,4 +1,4 @@
-"""From the size that an allocator printed back to the tensors that ask for exactly that.
+"""Match the size that an allocator printed to the tensors that would request it.
 
 What is printed is the size asked from the driver, not the tensor's: the allocator rounds it first.
 Source of the rounding: c10/cuda/CUDACachingAllocator.cpp (`round_size`, `get_allocation_size`);
@@ -33,17 +33,17 @@ _MOST_ADDED_TOKENS = 64  # a tokenizer gains a few special tokens; more is anoth
 
 
 class Match(str, Enum):
-    """How surely a candidate is the request; in order."""
+    """How well a candidate matches the request; best first."""
 
-    EXACT = "exact"  # would print the same, and the print tells 2 MiB apart
-    WITHIN_ROUNDING = "within_rounding"  # would print the same, in units too coarse to be sure
+    EXACT = "exact"  # prints the same, and the print resolves 2 MiB
+    WITHIN_ROUNDING = "within_rounding"  # prints the same, in units too coarse to be sure
     LOOSE = "loose"  # fits for some number that was not given
 
     __str__ = str.__str__
 
 
 class Role(str, Enum):
-    """What a candidate tensor is in a training job."""
+    """The role of a candidate tensor in a training job."""
 
     LAYER = "layer"  # one whole transformer layer as a flat buffer
     ROOT = "root"  # everything outside the layers as a flat buffer
@@ -106,13 +106,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How the allocator at hand turns a tensor's size into a request."""
+    """How the allocator rounds a tensor's size to a request."""
 
     backend: Backend = Backend.CUDA
     power2_divisions: int | None = None  # roundup_power2_divisions, where it was set
 
     def driver_request(self, size_bytes: int) -> int:
-        """Return the bytes the driver is asked for when nothing cached fits `size_bytes`."""
+        """Return the bytes requested from the driver when no cached block fits `size_bytes`."""
         if self.backend in _EXACT_BACKENDS:
             return size_bytes
         if self.backend is Backend.NPU:
@@ -135,7 +135,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is known of the job whose request is matched; None where it is not known."""
+    """The facts about a job that matching uses; None where not known."""
 
     ranks: int | None = None
     micro_batch: int | None = None
@@ -152,9 +152,9 @@ def match_request(
     workload: Workload,
     rounding: Rounding | None = None,
 ) -> tuple[Candidate, ...]:
-    """Return every tensor of the job that prints as `requested`, the surest first.
+    """Return every tensor of the job that prints as `requested`, the best match first.
 
-    Sizes of 2.00 and 20.00 MiB name a segment and no tensor: for them the result is empty.
+    Empty for 2.00 and 20.00 MiB, the sizes of segments, which identify no tensor.
     """
     rounding = rounding or Rounding()
     if is_segment_size(requested, rounding):
@@ -172,7 +172,7 @@ def match_request(
 
 
 def is_segment_size(requested: PrintedSize, rounding: Rounding) -> bool:
-    """Tell whether the printed size is one that every small tensor asks for."""
+    """Return whether the printed size is that of a segment, which every small tensor requests."""
     if rounding.backend in _EXACT_BACKENDS:
         return False
     return any(requested.covers(size) for size in (_SMALL_SEGMENT, _LARGE_SEGMENT)) or (
@@ -181,7 +181,7 @@ def is_segment_size(requested: PrintedSize, rounding: Rounding) -> bool:
 
 
 def _with_match(candidate: Candidate, match: Match, requested: PrintedSize) -> Candidate:
-    # A power of two is what round numbers of tokens, heads and widths all multiply to.
+    # Round numbers of tokens, heads and widths all multiply to powers of two.
     power_of_two = requested.size_bytes & (requested.size_bytes - 1) == 0
     return replace(candidate, match=match, ambiguous=power_of_two)
 
@@ -279,7 +279,7 @@ def _activations(shape: Shape | None, workload: Workload) -> Iterable[Candidate]
 def _grown_vocabulary(
     requested: PrintedSize, shape: Shape | None, rounding: Rounding, sure: Match
 ) -> list[Candidate]:
-    """Try the embedding with a few tokens added, as a padding token is."""
+    """Return the embedding with a few tokens added, such as a padding token, if that matches."""
     if shape is None or sure is not Match.EXACT:
         return []
     for added in range(1, _MOST_ADDED_TOKENS + 1):
@@ -305,7 +305,7 @@ def _solved_logits(
     candidates = []
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         tokens = requested.size_bytes // (vocabulary * size)
-        # Fewer tokens than this say nothing: a request of 2 MiB steps solves for anything.
+        # Fewer tokens than this are no evidence: in steps of 2 MiB any request has a solution.
         if 256 <= tokens <= longest:
             text = f"logits of about {tokens:,} tokens x {vocabulary:,} words"
             candidates.append(

@@ -1,7 +1,7 @@
-"""The explanations of a failure that its evidence speaks for, in the order of their authority.
+"""The rules that turn evidence into hypotheses, in order of precedence.
 
-Each rule looks at one kind of evidence and answers with a hypothesis or with nothing. What can be
-computed from a timeline of the job is in `scenarios`; `forensics` weighs all of them.
+Each rule examines one kind of evidence and returns a hypothesis or None. What can be computed from
+a timeline of the job is in `scenarios`; `diagnose` ranks both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Rule = Callable[[Evidence, Needs | None], Hypothesis | None]
 
 
 def hypotheses_from_rules(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
-    """Return the explanations that the evidence speaks for, the most authoritative first."""
+    """Return the hypotheses that the evidence supports, in order of precedence."""
     answers = (rule(evidence, needs) for rule in _RULES)
     return tuple(answer for answer in answers if answer is not None)
 
@@ -26,8 +26,8 @@ def _ignoring_needs(rule: Callable[[Evidence], Hypothesis | None]) -> Rule:
     return lambda evidence, _needs: rule(evidence)
 
 
-# What was measured, then who spoke, then what was warned of, then where it stood, then what was
-# asked for, then what is merely consistent with the numbers.
+# Measurements first, then the source of the message, warnings, the place in the program, the
+# request, and last what is merely consistent with the numbers.
 _RULES: tuple[Rule, ...] = (
     rules_from_byte_counts.probe_found_unsharded,
     _ignoring_needs(rules_from_signals.probe_found_single_unit),

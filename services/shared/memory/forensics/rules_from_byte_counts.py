@@ -1,4 +1,4 @@
-"""Explanations that follow from what the job needs, counted in bytes per parameter."""
+"""Rules that compare what the job needs, in bytes per parameter, with what there is."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.oom_log.traceback_sites import Note
 from services.shared.memory.sizes import format_size
 
-# States of which this share of the card is taken leave no room for a step: what is gathered and
-# the activations of a short micro-batch take at least a third of what a state of that size takes.
+# Training state above this share of the device leaves no room for a step: gathered units and the
+# activations of a short micro-batch take at least a third of what such a state takes.
 _FULL_STATE_SHARE = 0.60
 
 
@@ -39,7 +39,7 @@ _DEVICE_KINDS = (
 
 
 def probe_found_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
-    """The probe found whole parameters on a rank, or no unit."""
+    """Match a probe that found whole parameters on a rank, or no unit."""
     if not evidence.shards_parameters:
         return None
     sharded, shown = judge_sharding(evidence)
@@ -53,7 +53,7 @@ def probe_found_unsharded(evidence: Evidence, needs: Needs | None) -> Hypothesis
 
 
 def host_out_of_memory(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
-    """The host ran out: a kill, or the host's own allocator."""
+    """Match a kill, or a message of the host's own allocator."""
     message, case = evidence.message, evidence.case
     reasons = []
     if needs and needs.host_bytes:
@@ -62,11 +62,13 @@ def host_out_of_memory(evidence: Evidence, needs: Needs | None) -> Hypothesis | 
     if message is None:
         if case.exit_code not in _KILL_CODES:
             return None
-        reasons.insert(0, f"exit code {case.exit_code}: killed from outside, no message of torch")
+        reasons.insert(
+            0, f"exit code {case.exit_code}: killed from outside, without a message of torch"
+        )
         return likely(Cause.HOST_MEMORY, "the host ran out of memory", *reasons)
     if message.kind is MessageKind.HOST_ALLOCATOR:
         text = f"the host's own allocator refused: {message.text[:120]}"
-        # torch's own allocator names the bytes; others' words may stand for another resource.
+        # torch's own allocator prints the bytes; other texts may mean another resource.
         make = certain if message.requested else likely
         return make(Cause.HOST_MEMORY, "a host allocation failed", text, *reasons)
     if message.kind is MessageKind.KILLED:
@@ -79,7 +81,7 @@ def host_out_of_memory(evidence: Evidence, needs: Needs | None) -> Hypothesis | 
 
 
 def host_memory_while_loading(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
-    """Loading failed without a word of torch, where only the host can have run out."""
+    """Match a failure while loading without a message, where only the host can have run out."""
     if evidence.message is not None or evidence.phase is not FailurePhase.LOAD:
         return None
     what = "host copies of the checkpoint while loading"
@@ -95,7 +97,7 @@ def host_memory_while_loading(evidence: Evidence, needs: Needs | None) -> Hypoth
         return likely(Cause.HOST_MEMORY, what, *filter(None, (text, copies)))
     fits = _whole_weights_fit(evidence, needs)
     if evidence.framework in (Framework.FSDP1, Framework.FSDP2) and fits:
-        text = "even the whole model in 2 bytes fits a card, so loading fails on the host"
+        text = "even the whole model in 2 bytes fits a card, so the failure while loading is on the host"
         return likely(Cause.HOST_MEMORY, what, *filter(None, (text, copies)))
     return None
 
@@ -108,7 +110,7 @@ def _whole_weights_fit(evidence: Evidence, needs: Needs | None) -> bool | None:
 
 
 def checkpoint_gather(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
-    """The full state dict was gathered on the card."""
+    """Match a failure while the full state dict was gathered on the device."""
     failed_clone = Note.CLONE_FAILED in evidence.log.notes
     if evidence.phase is not FailurePhase.SAVE and not failed_clone:
         return None
@@ -127,7 +129,7 @@ def checkpoint_gather(evidence: Evidence, needs: Needs | None) -> Hypothesis | N
 
 
 def whole_model_while_loading(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
-    """The model went whole onto each card before anything divided it."""
+    """Match a model that was moved whole to each device before it was sharded."""
     if not _before_sharding(evidence, needs):
         return None
     if (
@@ -139,7 +141,7 @@ def whole_model_while_loading(evidence: Evidence, needs: Needs | None) -> Hypoth
     if evidence.message is not None and evidence.message.kind not in _DEVICE_KINDS:
         return None
     if any(c.divided_by > 1 and c.match is Match.EXACT for c in evidence.candidates):
-        return None  # a share was asked for: something was divided already
+        return None  # the request is a shard: sharding was active
     reasons = [f"it failed before {evidence.framework} could divide anything"]
     if evidence.precision.full_eval:
         reasons.append("full_eval makes the trainer cast and move the model before wrapping it")
@@ -165,21 +167,21 @@ def whole_model_while_loading(evidence: Evidence, needs: Needs | None) -> Hypoth
 
 
 def _before_sharding(evidence: Evidence, needs: Needs | None) -> bool:
-    """Tell whether it failed with the model still whole."""
+    """Return whether it failed with the model still whole."""
     if evidence.case.observed.sharded_units:
-        return False  # a probe looks after wrapping
+        return False  # a probe runs after wrapping
     if evidence.phase is FailurePhase.LOAD or evidence.precision.full_eval:
         return True
     if evidence.phase is not FailurePhase.WRAP:
         return False
     if "before" in (evidence.case.phase or "").lower():
         return True
-    # While it is wrapped a model that a card does not hold can only be whole.
+    # Only a whole model can exceed the device while it is wrapped.
     return _whole_weights_fit(evidence, needs) is False
 
 
 def unsharded_load(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
-    """A device failure while loading, and nobody said how the job was distributed."""
+    """Match a device failure while loading where the distribution of the job is not known."""
     if evidence.phase is not FailurePhase.LOAD or evidence.framework is not None or needs is None:
         return None
     card, whole, share = evidence.card_bytes, needs.whole_weights_bytes, needs.sharded_weights_bytes
@@ -193,7 +195,7 @@ def unsharded_load(evidence: Evidence, needs: Needs | None) -> Hypothesis | None
 
 
 def unsharded_training(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
-    """Every rank held the whole model in training, as configured."""
+    """Match a configuration in which every rank holds the whole model."""
     whole = evidence.replicates or evidence.framework in (Framework.ZERO1, Framework.ZERO2)
     stated = Note.DATA_PARALLEL in evidence.log.notes or Note.NO_SHARD in evidence.log.notes
     if evidence.ranks == 1 or not (whole or stated):
@@ -223,7 +225,7 @@ def unsharded_training(evidence: Evidence, needs: Needs | None) -> Hypothesis | 
 
 
 def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
-    """The state alone, divided as configured, crowds the card."""
+    """Match a training state that, sharded as configured, fills the device."""
     card = evidence.accounts.usable_bytes or evidence.card_bytes
     if needs is None or card is None or needs.rank_state_bytes is None:
         return None
@@ -242,7 +244,7 @@ def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         return likely(Cause.CAPACITY, what, text)
     held = needs.rank_state_bytes
     if evidence.framework is None and evidence.ranks != 1:
-        held = needs.sharded_state_bytes or 0  # nobody said whether it is divided: the best case
+        held = needs.sharded_state_bytes or 0  # sharding is not known: assume the best case
     text = (
         f"parameters, gradients and optimizer take {format_size(held)} a rank at "
         f"{needs.bytes_per_parameter} bytes a parameter, of {format_size(card)} usable"

@@ -1,4 +1,4 @@
-"""Explanations that the probe, the message, the warnings and the request speak for by themselves."""
+"""Rules for the probe, the message, the warnings and the request, each taken by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.shared.memory.oom_log.traceback_sites import Note, Site
 from services.shared.memory.recipe import Precision
 from services.shared.memory.sizes import GIB, format_size
 
-# Free memory beyond the request by this factor, or by a gibibyte, is not a shortage.
+# Free memory above the request by this factor, or by a gibibyte, is not a shortage.
 _PLENTY = 4
 
 
@@ -24,7 +24,7 @@ _FRAGMENTED_SHARE = 0.10
 
 
 def probe_found_single_unit(evidence: Evidence) -> Hypothesis | None:
-    """The probe found one unit for the whole model."""
+    """Match a probe that found one unit for the whole model."""
     layers = evidence.shape.num_layers if evidence.shape else 2
     if evidence.case.observed.sharded_units != 1 or layers < 2:
         return None
@@ -33,17 +33,17 @@ def probe_found_single_unit(evidence: Evidence) -> Hypothesis | None:
 
 
 def driver_refusal(evidence: Evidence) -> Hypothesis | None:
-    """The driver refused, below torch, or with memory free."""
+    """Match a refusal by the driver, below torch or with memory free."""
     message = evidence.message
     if message is None:
         return None
     if message.kind is MessageKind.PINNED_HOST:
-        text = "locked host memory was refused, though the text speaks of the card"
+        text = "locked host memory was refused, though the text names the card"
         return likely(Cause.DRIVER_LIMIT, "pinned host memory or its limit", text)
     if message.kind is MessageKind.DRIVER:
         text = f"the driver refused below torch's allocator: {message.text[:100]}"
         if evidence.offloads:
-            more = "with offloading such a text usually means pinned host memory, not the card"
+            more = "with offloading such a message usually means pinned host memory, not the card"
             return likely(Cause.DRIVER_LIMIT, "pinned host memory or its limit", text, more)
         if message.format_id in ("X3", "P4"):
             return likely(Cause.DRIVER_LIMIT, "a driver-level limit", text)
@@ -58,12 +58,12 @@ def _driver_with_memory_free(evidence: Evidence) -> Hypothesis | None:
         return None
     plenty = free >= max(_PLENTY * requested, requested + GIB)
     text = f"{format_size(requested)} were refused with {format_size(free)} free on the card"
-    more = "that is no shortage of memory" if plenty else "the refusal is not explained by size"
+    more = "that is not a shortage of memory" if plenty else "the refusal is not explained by size"
     return likely(Cause.DRIVER_LIMIT, "the driver refused with memory free", text, more)
 
 
 def outside_allocator(evidence: Evidence) -> Hypothesis | None:
-    """Collectives took memory outside of torch's allocator."""
+    """Match memory that collectives use outside of torch's allocator."""
     message = evidence.message
     if message is not None and message.kind is MessageKind.COLLECTIVE:
         text = f"a collective or library could not allocate: {message.text[:100]}"
@@ -78,7 +78,7 @@ def outside_allocator(evidence: Evidence) -> Hypothesis | None:
 
 
 def device_mostly_foreign(evidence: Evidence) -> Hypothesis | None:
-    """Somebody else holds more of the card than torch does."""
+    """Match a device of which other processes hold more than torch does."""
     found = _foreign_memory(evidence)
     accounts = evidence.accounts
     held = (accounts.allocated_bytes or 0) + (accounts.cached_bytes or 0)
@@ -88,7 +88,7 @@ def device_mostly_foreign(evidence: Evidence) -> Hypothesis | None:
 
 
 def device_partly_foreign(evidence: Evidence) -> Hypothesis | None:
-    """Somebody else holds a part of the card that would have sufficed."""
+    """Match a device of which other processes hold enough for the request."""
     return None if device_mostly_foreign(evidence) else _foreign_memory(evidence)
 
 
@@ -98,20 +98,22 @@ def _foreign_memory(evidence: Evidence) -> Hypothesis | None:
     if not foreign or foreign < (accounts.requested_bytes or 0):
         return None
     text = (
-        f"{format_size(foreign)} of the card are neither torch's, nor free, nor the usual context "
+        f"{format_size(foreign)} of the card are neither held by torch, nor free, nor the usual context "
         "and collective buffers"
     )
     known = accounts.other_processes_bytes is not None and accounts.other_processes_bytes >= GIB
     held = (accounts.allocated_bytes or 0) + (accounts.cached_bytes or 0)
     if known or held < foreign:
         return likely(Cause.OTHER_PROCESS, "another process on the card", text)
-    more = "the message cannot say whose: collectives of this process, or another process"
+    more = (
+        "the message does not tell whether collectives of this process or another process hold it"
+    )
     return likely(Cause.OUTSIDE_ALLOCATOR, "memory outside torch's allocator", text, more)
 
 
 def float32_upcast(evidence: Evidence) -> Hypothesis | None:
-    """Parameters were raised to float32."""
-    what = "parameters raised to float32"
+    """Match parameters that were upcast to float32."""
+    what = "parameters upcast to float32"
     if Note.UPCAST in evidence.log.notes:
         return likely(Cause.FP32_UPCAST, what, f"the log says that {Note.UPCAST}")
     observed = evidence.case.observed.dtypes
@@ -121,17 +123,17 @@ def float32_upcast(evidence: Evidence) -> Hypothesis | None:
         return likely(Cause.FP32_UPCAST, what, text)
     words = f"{evidence.case.words} {evidence.case.optimizer or ''}".lower()
     if "upcast" in words or re.search(r"cast\w* (?:\w+ ){0,4}(?:to|into) (?:fp32|float32)", words):
-        return likely(Cause.FP32_UPCAST, what, "the case itself speaks of an upcast")
+        return likely(Cause.FP32_UPCAST, what, "the case itself mentions an upcast")
     wrapping = evidence.phase is FailurePhase.WRAP and not evidence.precision.full_eval
     requested = Precision.FLOAT32 in (evidence.case.parameters, evidence.precision.parameters)
     if wrapping and evidence.precision.mixed and evidence.shards_parameters and not requested:
-        text = "mixed precision raises parameters to float32 when the model is wrapped"
+        text = "mixed precision upcasts parameters to float32 when the model is wrapped"
         return likely(Cause.FP32_UPCAST, what, text)
     return None
 
 
 def mixed_unit_warning(evidence: Evidence) -> Hypothesis | None:
-    """A unit mixes frozen and trainable parameters."""
+    """Match the warning that a unit mixes frozen and trainable parameters."""
     if Note.MIXED_REQUIRES_GRAD not in evidence.log.notes:
         return None
     text = "a unit with frozen and trainable parameters keeps a gradient buffer for all of them"
@@ -146,7 +148,7 @@ _NO_LAYERS = re.compile(
 
 
 def single_unit_policy(evidence: Evidence) -> Hypothesis | None:
-    """The wrap policy, as told, makes one unit of the model."""
+    """Match a stated wrap policy that makes the model one unit."""
     stated = evidence.case.wrap_policy or ""
     if not evidence.shards_parameters or not _NO_LAYERS.search(stated):
         return None
@@ -155,7 +157,7 @@ def single_unit_policy(evidence: Evidence) -> Hypothesis | None:
 
 
 def evaluation_outputs(evidence: Evidence) -> Hypothesis | None:
-    """Without gradients and state, what grows in evaluation is outputs."""
+    """Match a failure in evaluation, where only outputs accumulate."""
     if evidence.phase is not FailurePhase.EVALUATE:
         return None
     text = "evaluation keeps no gradients: what grows there are logits gathered on the card"
@@ -163,7 +165,7 @@ def evaluation_outputs(evidence: Evidence) -> Hypothesis | None:
 
 
 def activations(evidence: Evidence) -> Hypothesis | None:
-    """The request is an activation, not a weight."""
+    """Match a request that is an activation, not a weight."""
     requested, total = evidence.accounts.requested_bytes, evidence.card_bytes
     if requested is None or evidence.phase in (FailurePhase.LOAD, FailurePhase.WRAP):
         return None
@@ -197,7 +199,7 @@ _ACTIVATIONS = (Role.LOGITS, Role.SCORES, Role.ACTIVATION)
 
 
 def coarse_unit_request(evidence: Evidence) -> Hypothesis | None:
-    """The request is a unit larger than a layer."""
+    """Match a request that is a unit larger than a layer."""
     if evidence.phase in (FailurePhase.LOAD, FailurePhase.SAVE):
         return None
     sure = [c for c in evidence.candidates if c.match is not Match.LOOSE and c.divided_by == 1]
@@ -213,7 +215,7 @@ def coarse_unit_request(evidence: Evidence) -> Hypothesis | None:
 
 
 def optimizer_temporaries(evidence: Evidence) -> Hypothesis | None:
-    """The update made temporaries."""
+    """Match a failure in the optimizer step."""
     if evidence.phase is not FailurePhase.OPTIMIZER_STEP and Site.FOREACH not in evidence.sites:
         return None
     if Site.STATE in evidence.sites and Site.FOREACH not in evidence.sites:
@@ -229,7 +231,7 @@ def optimizer_temporaries(evidence: Evidence) -> Hypothesis | None:
 
 
 def fragmentation(evidence: Evidence) -> Hypothesis | None:
-    """Free blocks inside the allocator would have sufficed in one piece."""
+    """Match free memory in the allocator that would suffice if it were contiguous."""
     accounts = evidence.accounts
     cached, requested, total = accounts.cached_bytes, accounts.requested_bytes, accounts.total_bytes
     if (
@@ -241,7 +243,7 @@ def fragmentation(evidence: Evidence) -> Hypothesis | None:
     ):
         return None
     text = (
-        f"{format_size(cached)} lie free inside the allocator, more than the "
+        f"{format_size(cached)} are free inside the allocator, more than the "
         f"{format_size(requested)} requested, and packed together everything would fit"
     )
     make = likely if cached >= _FRAGMENTED_SHARE * total else possible

@@ -1,8 +1,8 @@
-"""What each way of running the job would have printed, and which of them the message excludes.
+"""Scenarios of how the job may have run, each tested against the message by its planned timeline.
 
-Each scenario has a timeline from the plan; it survives when that timeline prints the message for
-some number of tokens (`token_search`). The tokens of a rank are solved where they were not told; a
-told micro-batch is an upper bound, since texts are padded only to the longest of their batch.
+A scenario survives when its timeline prints the message for some number of tokens
+(`token_solver`). Tokens per rank are solved for where they are not given; a given micro-batch is an
+upper bound, since texts are padded only to the longest of their batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from services.shared.memory.sizes import format_size
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way of running the job; `caveat` is what must be true besides for it to happen."""
+    """One way of running the job; `caveat` is a further condition for it to happen."""
 
     what: str
     cause: Cause
@@ -56,12 +56,12 @@ class Scenario:
 
 
 def can_compare_timelines(evidence: Evidence) -> bool:
-    """Tell whether the message and the case suffice to hold timelines against each other."""
+    """Return whether message and case suffice to compare timelines with them."""
     shape, message = evidence.shape, evidence.message
     if shape is None or message is None or message.requested is None:
         return False
     sure = any(c.match is Match.EXACT and not c.ambiguous for c in evidence.candidates)
-    # No timeline holds the logits of a language model: there the request must be one that is known.
+    # No timeline holds the logits of a language model: then the request must match a known tensor.
     complete = not shape.language_head and not is_segment_size(
         message.requested, _rounding(evidence)
     )
@@ -91,7 +91,7 @@ def hypotheses_from_timelines(evidence: Evidence) -> tuple[Hypothesis, ...]:
 
 
 def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
-    """Yield the configured way, and the ways a job is known to run differently unnoticed."""
+    """Yield the configured scenario, and those known to happen unnoticed."""
     case, stated = evidence.case, evidence.optimizer_impl
     single = {"accumulate": 1, "reduce_each": True}
     once = {} if case.accumulate else single
@@ -147,7 +147,7 @@ def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
 
 
 def _state_cause(evidence: Evidence) -> Cause:
-    """Blame the upcast where float32 was not asked for and 2-byte state would fit."""
+    """Return FP32_UPCAST where float32 was not configured and 2-byte state would fit, else CAPACITY."""
     if evidence.case.parameters is Precision.FLOAT32:
         return Cause.CAPACITY
     if evidence.precision.parameters is not None or evidence.case.parameters is not None:
@@ -193,7 +193,7 @@ def _survivor(
     key, held = best.key, best.held
     where = _moment_name(key.phase, key.step, key.layer)
     reasons = [
-        f"{where}: asks for {format_size(held.request)} ({key.what}) with "
+        f"{where}: requests {format_size(held.request)} ({key.what}) with "
         f"{format_size(held.allocated)} allocated {_tokens_text(best)}, and nothing before it needed more"
     ]
     if len(solutions) > 1:
@@ -232,12 +232,12 @@ def _check_stated_step(evidence: Evidence, step: int, reasons: list[str]) -> lis
     if stated is None and "first step" in words:
         stated = 1
     if stated is None or step < 1 or evidence.log.completed_steps is not None:
-        return []  # a progress bar has decided already
+        return []  # a progress bar is decisive already
     first = stated <= 1
     if first == (step == 1):
-        reasons.append(f"fits the told step {stated}")
+        reasons.append(f"agrees with the reported step {stated}")
         return []
-    return [f"the case speaks of step {stated}, this happens in step {step} or later"]
+    return [f"the case reports step {stated}, this happens in step {step} or later"]
 
 
 def _excluded(evidence: Evidence, scenario: Scenario) -> Hypothesis | None:
@@ -256,11 +256,11 @@ def _excluded(evidence: Evidence, scenario: Scenario) -> Hypothesis | None:
     point = crossing.point
     where = _moment_name(point.phase, point.step, point.layer)
     text = (
-        f"{where}: dies asking {format_size(crossing.request_bytes)} ({crossing.what}) with "
+        f"{where}: fails requesting {format_size(crossing.request_bytes)} ({crossing.what}) with "
         f"{format_size(crossing.allocated_bytes)} allocated"
     )
     if not _ever_asks(planned, evidence, requested):
-        text += f"; it never asks for {format_size(requested.size_bytes)}"
+        text += f"; it never requests {format_size(requested.size_bytes)}"
     return Hypothesis(
         scenario.cause,
         scenario.what,
@@ -304,7 +304,7 @@ def _at_tokens(evidence: Evidence, scenario: Scenario, shape: Shape, tokens: int
 
 
 def _solve(evidence: Evidence, scenario: Scenario, shape: Shape) -> list[Solution]:
-    """Return the moments of a scenario that print the message, with the tokens that make them."""
+    """Return the moments of a scenario that print the message, each with its number of tokens."""
     requested, allocated = _printed(evidence)
     rounding = _rounding(evidence)
     most = _most_tokens(evidence, TOKENS_GRID[-1])
@@ -342,7 +342,7 @@ _STATED_PHASES = {
 
 
 def _matches_stated(evidence: Evidence, key: MomentKey) -> bool:
-    """Tell whether a moment is where the traceback and the progress bar say it failed."""
+    """Return whether a moment agrees with the traceback and the progress bar."""
     phase = _STATED_PHASES.get(evidence.phase) if evidence.phase else None
     finished = evidence.log.completed_steps
     if finished is not None and key.step and (finished == 0) != (key.step == 1):

@@ -1,4 +1,4 @@
-"""Whether each rank really held only its share: what shows it, and what does not."""
+"""Whether each rank really held only its shard of the parameters, with the evidence."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from services.shared.memory.oom_log.traceback_sites import Note
 from services.shared.memory.sizes import format_size
 
 Verdict = tuple[Sharded, tuple[str, ...]]
-_WHOLE = 0.9  # of all parameters on one rank: not sharded, however the rest is padded
-_SHARE_SLACK = 1.15  # a rank's share may exceed 1/n by padding and units that stay whole
+_WHOLE = 0.9  # of all parameters on one rank: not sharded, however padded
+_SHARE_SLACK = 1.15  # a shard may exceed 1/n by padding and by units that stay whole
 
 
 def judge_sharding(evidence: Evidence) -> Verdict:
-    """Return whether the parameters were sharded, with what shows it, the strongest first."""
+    """Return whether the parameters were sharded, with the strongest evidence for it."""
     for judge in (_from_probe, _from_warnings, _from_request, _from_phase, _from_configuration):
         verdict = judge(evidence)
         if verdict is not None:
@@ -63,7 +63,7 @@ def _dtype_width(observed: Observed) -> int:
 
 
 def _width_of(local: int, count: int, ranks: int) -> int:
-    """Return the bytes per parameter that bring `local` nearest to a whole or a shared model."""
+    """Return the bytes per parameter for which `local` is nearest to a whole or a sharded model."""
     fits = [(abs(local - count * w // n) / local, w) for w in (2, 4) for n in (1, ranks)]
     return min(fits)[1]
 
@@ -103,7 +103,7 @@ def _from_request(evidence: Evidence) -> Verdict | None:
     exact = [c for c in sure if c.match is Match.EXACT and not c.ambiguous]
     whole_model = [c for c in sure if c.role is Role.MODEL and c.divided_by == 1]
     if whole_model and len(whole_model) == len(sure):
-        text = f"the request is {whole_model[0].what}: the whole model stood on one rank"
+        text = f"the request is {whole_model[0].what}: the whole model was on one rank"
         return (Sharded.PARTLY if evidence.shards_parameters else Sharded.NO), (text,)
     if evidence.framework in (Framework.NONE, Framework.DDP):
         return None

@@ -39,8 +39,8 @@ class Needs:
     """Bytes per rank; `whole_*` if nothing is sharded, `rank_*` under the configured sharding.
 
     `state` is parameters, gradients and optimizer as configured, else mixed precision with Adam at
-    16 B per parameter; the weights alone where only adapters are trained. What depends on a number
-    of ranks that nobody told is None.
+    16 B per parameter; the weights alone where only adapters are trained. What depends on an
+    unknown number of ranks is None.
     """
 
     num_parameters: int
@@ -48,7 +48,7 @@ class Needs:
     whole_weights_bytes: int
     whole_state_bytes: int
     rank_state_bytes: int | None
-    sharded_weights_bytes: int | None  # were all divided over the ranks
+    sharded_weights_bytes: int | None  # if sharded over all ranks
     sharded_state_bytes: int | None
     host_bytes: int | None
 
@@ -81,7 +81,7 @@ class PlannedPeaksDict(TypedDict, total=False):
 class PlannedPeaks:
     """The peak per rank that the plan of the case predicts.
 
-    `assumes_optimizer_impl` says that the case does not tell how the optimizer runs;
+    `assumes_optimizer_impl` is set where the case does not name the implementation;
     `fused_peak_bytes` is then the peak with the fused one, None where it cannot be planned.
     """
 
@@ -167,7 +167,7 @@ def _rank_state(evidence: Evidence, state: int) -> int | None:
 
 
 def _host_bytes(evidence: Evidence, count: int) -> int | None:
-    """Return what all ranks of the node together take of host memory, where it is foreseeable."""
+    """Return the host memory that all ranks of the node take together, or None if not known."""
     if evidence.offloads and evidence.framework is Framework.ZERO3:
         return int(count * _ZERO3_HOST_BYTES * _ZERO3_HOST_FACTOR)
     if evidence.offloads:

@@ -1,8 +1,8 @@
-"""Find the tokens of a micro-batch at which a timeline prints the numbers of a message.
+"""Solve for the tokens of a micro-batch at which a timeline prints the numbers of a message.
 
-A message is printed by a moment that asks for the printed request with the printed bytes allocated,
-when nothing before it was higher than the two together: a card that held an earlier, higher moment
-would not have refused this one.
+A moment prints the message if it requests the printed bytes with the printed bytes allocated and no
+earlier moment was higher than the two together: a device that held an earlier, higher moment would
+not have refused this one.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from services.shared.memory.oom_log.message_parser import PrintedSize
 from services.shared.memory.planning.ledger import Phase, Point
 from services.shared.memory.sizes import MIB
 
-# Micro-batches in use: below, a rank idles; above, one text fills it.
+# Usual sizes of a micro-batch in tokens; far below a rank idles.
 TOKENS_GRID = (64, 512, 1024, 2048, 4096, 8192, 16384)
 TYPICAL_TOKENS = 2048
 _SECANT_STEPS = 4
 _MOST_SOLUTIONS = 4
 # Between two computed numbers of tokens the highest earlier point is interpolated. It is convex and
-# piecewise linear in them: what lies this far above the limit there is above it in between.
+# piecewise linear in them: what is this far above the limit at both ends is above it in between.
 _CLEARLY_ABOVE = 1.02
 _SEGMENT_STEP = 2 * MIB  # large requests are rounded up to multiples of it
 _COARSEST_ROUNDING = 20 * MIB  # the allocator's rounding adds less than a large segment
 
 
 class MomentKey(NamedTuple):
-    """What makes a moment the same one for another number of tokens."""
+    """The identity of a moment across numbers of tokens."""
 
     step: int
     micro_batch: int
@@ -42,7 +42,7 @@ class MomentKey(NamedTuple):
 
 
 class MomentBytes(NamedTuple):
-    """Bytes of one moment: allocated, asked for, and the most that was ever alive before."""
+    """Bytes of one moment: allocated, requested, and the highest live bytes before it."""
 
     allocated: int
     request: int
@@ -51,7 +51,7 @@ class MomentBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """A moment that would have printed the message, and the tokens that bring it about.
+    """A moment that prints the message, and the tokens for which it does.
 
     `tokens` is None where the moment is the same for every number of them.
     """
@@ -68,7 +68,7 @@ MomentsAt = Callable[[int], Moments]
 def printed_moments(
     timeline: Iterable[Point], requested: PrintedSize, rounding: Rounding
 ) -> Moments:
-    """Return the moments of a job's timeline that print the request `asked`."""
+    """Return the moments of a job's timeline that print the request `requested`."""
     least = requested.size_bytes - requested.tolerance_bytes - _COARSEST_ROUNDING
     most = requested.size_bytes + requested.tolerance_bytes
     found: Moments = {}
@@ -94,10 +94,10 @@ def printed_moments(
 def scaling_grids(
     one: Iterable[Point], double: Iterable[Point], requested: PrintedSize, *, most: int
 ) -> list[tuple[int, int]]:
-    """Return the ranges of tokens in which some activation prints the request `asked`.
+    """Return the ranges of tokens in which some activation prints the request `requested`.
 
     `one` and `double` are timelines at `TYPICAL_TOKENS` and at twice as many: what only one of them
-    asks for depends on the tokens, in proportion.
+    requests depends on the tokens, in proportion.
     """
     scaling = _requests(one) - _requests(double)
     least = requested.size_bytes - requested.tolerance_bytes - _SEGMENT_STEP
@@ -160,7 +160,7 @@ def _limit(held: MomentBytes, allocated: PrintedSize) -> int:
 def _within_reach(
     lowest: Moments, highest: Moments, grid: Sequence[int], allocated: PrintedSize
 ) -> list[MomentKey]:
-    """Return the moments that some number of tokens may bring to `allocated`.
+    """Return the moments that may reach `allocated` for some number of tokens.
 
     What is alive only grows with the tokens: a moment above the target with the fewest, below it
     with the most, or behind a higher point with the fewest, never prints the message.

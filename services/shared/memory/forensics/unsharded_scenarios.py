@@ -1,4 +1,4 @@
-"""Two ways of not being sharded that have no recipe: by what they would have printed."""
+"""Two unsharded scenarios that no recipe describes, tested by what they would have printed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from services.shared.memory.sizes import format_size
 
 
 def wrapped_replica(evidence: Evidence) -> Hypothesis | None:
-    """Weigh that the whole model lay on the card, then was wrapped unit by unit beside itself.
+    """Test that the whole model was on the device and was then wrapped unit by unit.
 
-    Nothing in it can be tuned: each unit asks for its flat buffer, and gives back the original less
-    its share.
+    It has no free parameter: each unit requests its flat buffer, then frees the original less its
+    shard.
     """
     assert evidence.message is not None
     allocated = evidence.message.allocated
@@ -31,7 +31,7 @@ def wrapped_replica(evidence: Evidence) -> Hypothesis | None:
     survives = allocated.covers(nearest) and nearest == steps[0]
     what = "not sharded: whole model on the card, then wrapped"
     text = (
-        f"wrapping asks for {format_size(layer)} at {format_size(steps[0])}, then at "
+        f"wrapping requests {format_size(layer)} at {format_size(steps[0])}, then at "
         f"{format_size(steps[1])}, never at {format_size(allocated.size_bytes)}; nothing in it can "
         "be tuned"
     )
@@ -57,10 +57,10 @@ def wrapped_replica(evidence: Evidence) -> Hypothesis | None:
 
 
 def no_unit(evidence: Evidence) -> Hypothesis | None:
-    """Weigh that no FSDP unit exists: a replica on every rank, plain or under DDP.
+    """Test that no FSDP unit exists: a replica on every rank, with or without DDP.
 
-    Excluded where a replica alone is more than was allocated; otherwise nothing is said, since with
-    tokens unknown an activation may have any size.
+    Excluded where a replica alone is more than was allocated; otherwise None, since with tokens
+    unknown an activation may have any size.
     """
     assert evidence.message is not None
     requested, allocated = evidence.message.requested, evidence.message.allocated

@@ -1,7 +1,7 @@
-"""Read a log of any size for the moment a job ran out of memory.
+"""Scan a log of any size for the messages of an out-of-memory failure.
 
 The log is streamed: at most one block and its surroundings are in memory. Messages broken over
-lines, prefixed by ranks and timestamps or interleaved by other ranks are put together again.
+lines, prefixed by ranks and timestamps or interleaved by other ranks are joined again.
 """
 
 import codecs
@@ -33,7 +33,7 @@ _MOST_MESSAGES = 64
 _MOST_TRACEBACKS = 8
 _SAME_MESSAGE = 160  # two trigger words nearer than this belong to one message
 
-# Words that every text of the catalogue holds, unbroken, at least one of.
+# Every text of the catalogue contains at least one of these, unbroken by a line end.
 _TRIGGERS = (
     "of memory",
     "ut of\n",
@@ -81,7 +81,7 @@ _SECONDARY_KINDS = (MessageKind.KILLED, MessageKind.CORRUPT_SIZE, MessageKind.CO
 
 @dataclass(frozen=True)
 class LogReading:
-    """What a log says about one failure."""
+    """What was read from a log about one failure."""
 
     messages: tuple[Message, ...] = ()  # distinct, in order of appearance
     repetitions: int = 0  # how many failure messages the log holds in all
@@ -91,17 +91,17 @@ class LogReading:
     completed_steps: int | None = None
     cloned_tensor: str | None = None
     power2_divisions: int | None = None
-    engine: str | None = None  # whose code the traceback runs through
+    engine: str | None = None  # the framework whose code the traceback runs through
 
     @property
     def primary(self) -> Message | None:
-        """Return the message that is the cause: the first that is not an echo of another."""
+        """Return the first message that is not a consequence of another failure."""
         stated = [m for m in self.messages if m.kind not in _SECONDARY_KINDS]
         return next(iter(stated or self.messages), None)
 
 
 def read_log(source: str | bytes | IO[str] | IO[bytes]) -> LogReading:
-    """Stream `source` and return what it says of an out-of-memory failure. Never raises on content.
+    """Stream `source` and return what it says of an out-of-memory failure; never raises on content.
 
     Memory is bounded by one block of 1 MiB and reading by 300 places for each trigger word; the
     rest of the log is only searched for such words.
@@ -205,7 +205,7 @@ class _Reader:
 
 
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")
-# What launchers, schedulers and containers put before a line. A named group is the rank.
+# Line prefixes of launchers, schedulers and containers. A named group is the rank.
 _PREFIX = re.compile(
     r"\s{0,20}(?:"
     r"\[(?:rank|Rank ?|default|RANK ?)?(?P<bracket>[0-9]{1,5})\](?:<\w{1,10}>)?:?(?=\s|$)"
@@ -228,7 +228,7 @@ def _message_at(text: str, hit: int) -> Message | None:
     if hit - begin < 60:  # the line may be the second half of a broken one
         begin = _line_before(text, begin)
     message = _message_between(text, begin, hit)
-    if message is None:  # or the word that was found stands at the end of a longer message
+    if message is None:  # or the trigger word is at the end of a longer message
         begin = _line_before(text, _line_before(text, begin))
         message = _message_between(text, begin, hit)
     return message

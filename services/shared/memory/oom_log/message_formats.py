@@ -2,7 +2,7 @@
 
 Source: the strings of the released libraries of torch 1.13.1 to 2.14.0, the allocators of
 torch_npu, torch_mlu, torch_gcu and MPS, NCCL, DeepSpeed and kernel texts, and public reports.
-All quantifiers are bounded, so no text can make an expression run away.
+All quantifiers are bounded, so that no text makes an expression backtrack without end.
 """
 
 import re
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Backend(str, Enum):
-    """Whose memory ran out, by the first word of the message."""
+    """The device kind whose memory ran out, by the first word of the message."""
 
     CUDA = "cuda"
     HIP = "hip"
@@ -27,13 +27,13 @@ class Backend(str, Enum):
 
 
 class MessageKind(str, Enum):
-    """Which part of the machine spoke."""
+    """The component that printed the message."""
 
     ALLOCATOR = "allocator"  # torch's caching allocator, with its accounts
     FRACTION = "fraction"  # rejected beforehand by per_process_memory_fraction
     CORRUPT_SIZE = "corrupt_size"  # "more than 1EB": nearly always a secondary error
     WORKSPACE = "workspace"  # an operator's scratch, not a tensor
-    DRIVER = "driver"  # the driver refused; no accounts
+    DRIVER = "driver"  # refused by the driver; no accounts
     MASKED = "masked"  # an NVML assertion raised while an OOM was being reported
     COLLECTIVE = "collective"  # NCCL, RCCL, HCCL buffers or a library handle
     HOST_ALLOCATOR = "host_allocator"  # torch's CPU allocator: exact bytes
@@ -93,7 +93,7 @@ MPS_OTHER = _size_between("other allocations: ")
 MPS_ALLOWED = _size_between("max allowed: ")
 
 _BYTES = r"(?P<tried>[0-9]{1,18})"
-# (expression, catalogue id, who spoke, whose memory); the first that is found wins.
+# (expression, catalogue id, kind, backend); the first that matches wins.
 OTHER_FORMATS = tuple(
     (re.compile(expression, re.ASCII), format_id, kind, backend)
     for expression, format_id, kind, backend in (

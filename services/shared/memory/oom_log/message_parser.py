@@ -1,7 +1,7 @@
-"""Read one out-of-memory message field by field.
+"""Parse one out-of-memory message field by field.
 
 Reporters break lines, cut sentences and reorder them, so no single expression covers a whole
-message: every number that survives is read by itself.
+message: each number is read by itself.
 """
 
 import re
@@ -39,13 +39,13 @@ _EXCERPT = 400
 
 @dataclass(frozen=True)
 class PrintedSize:
-    """A size as printed: the bytes it says and how far the truth may lie from them."""
+    """A size as printed: the bytes it says and the rounding error of the print."""
 
     size_bytes: int
     tolerance_bytes: int
 
     def covers(self, size_bytes: int) -> bool:
-        """Tell whether `size_bytes` would have been printed as this size."""
+        """Return whether `size_bytes` would have been printed as this size."""
         return abs(size_bytes - self.size_bytes) <= self.tolerance_bytes
 
 
@@ -56,7 +56,7 @@ def bytes_of(size: PrintedSize | None) -> int | None:
 
 @dataclass(frozen=True)
 class Message:
-    """One failure message taken apart; a field that was not printed is None."""
+    """The fields of one failure message; a field that was not printed is None."""
 
     format_id: str  # the catalogue's entry; "F3|F4" where the text fits several
     kind: MessageKind
@@ -78,7 +78,7 @@ class Message:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Return what makes two printings the same failure, whichever rank printed them."""
+        """Return what identifies a failure, whichever rank printed it."""
         return (self.format_id, self.requested, self.total, self.allocated, self.unallocated)
 
 
@@ -97,7 +97,7 @@ def read_printed_size(text: str) -> PrintedSize:
 def read_message(text: str) -> Message | None:
     """Read the first failure message in `text`; None where there is none. Never raises.
 
-    Line breaks inside the message are understood; rank prefixes are not (see `snapshot`).
+    Line breaks inside the message are understood; rank prefixes are not (see `log_scanner`).
     """
     flat = " ".join(text.split())
     head = HEAD.search(flat)
@@ -238,7 +238,7 @@ def _read_mps(found: re.Match[str]) -> Message:
 
 
 def _read_prose(flat: str) -> Message | None:
-    """Read a person's words: "HIP out of memory, 59.36 GB allocated, 932 MB requested"."""
+    """Parse a person's sentence: "HIP out of memory, 59.36 GB allocated, 932 MB requested"."""
     out = PROSE_OUT.search(flat)
     if out is None:
         return None
@@ -258,7 +258,7 @@ def _read_prose(flat: str) -> Message | None:
 
 
 def _read_bare(flat: str) -> Message | None:
-    """Read the bare statement that a device ran out, without a number."""
+    """Parse a bare statement that a device ran out, without a number."""
     found = BARE_OUT.search(flat)
     if found is None:
         return None

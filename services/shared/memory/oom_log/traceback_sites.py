@@ -1,11 +1,11 @@
-"""What the lines around a failure say: where the code stood, and what had been warned about."""
+"""What the lines around a failure say: the place in the program, and earlier warnings."""
 
 import re
 from enum import Enum
 
 
 class Site(str, Enum):
-    """A place in the program that a traceback or a reporter's words name."""
+    """A place in the program that a traceback or a report names."""
 
     LOADING = "loading"
     MOVING = "moving"  # .to(device), .cuda()
@@ -106,7 +106,7 @@ _NOTES: tuple[tuple[Note, str], ...] = (
     ),
 )
 _NOTE_EXPRESSIONS = tuple((note, re.compile(text)) for note, text in _NOTES)
-# One word of each note; a chunk without any of them is not searched further.
+# One substring of each note; a chunk without any of them is not searched further.
 NOTE_WORDS = (
     "low precision parameters",
     "Zero3 Init",
@@ -148,7 +148,7 @@ def sites_in(text: str) -> tuple[Site, ...]:
 
 
 def engine_in(text: str) -> str | None:
-    """Return whose code a traceback runs through: fsdp1, fsdp2, zero2, zero3 or ddp."""
+    """Return the framework whose code a traceback runs through: fsdp1, fsdp2, zero2, zero3 or ddp."""
     return next((name for name, words in _ENGINES if words.search(text)), None)
 
 
