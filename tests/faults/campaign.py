@@ -1,8 +1,8 @@
-"""Random faults against one long-lived platform, and what was left of every job afterwards.
+"""Injects random faults into one long-lived platform and checks the result of every job.
 
     python -m tests.faults.campaign --draws 300 --seed 7 --out .stillhouse/faults
 
-The seed fixes faults, phases and delays; when a phase comes up depends on the machine.
+The seed determines faults, phases and delays; when a job reaches a phase depends on the machine.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ from typing import Any
 import httpx
 
 from services.shared.jobs.state import Reason
-from tests.faults.catalogue import FAULTS, Fault, Scene, draw_deck
-from tests.faults.house import House, mount_volume
-from tests.faults.invariants import ENDS, check_job
-from tests.faults.proxy import until
+from tests.faults.availability import AvailabilityMonitor
+from tests.faults.fault_catalogue import FAULTS, Fault, FaultContext, draw_schedule
+from tests.faults.harness import PlatformHarness, mount_volume
+from tests.faults.invariants import EXPECTED_REASONS, check_job
 from tests.faults.report import Draw, print_table, summarise
-from tests.faults.watch import Watch
-from tests.faults.workload import Standing, Tracked, Workload
+from tests.faults.waiting import wait_until
+from tests.faults.workload import JobSnapshot, TrackedJob, Workload
 
 IN_FLIGHT = 6
-PHASE_SECONDS = 20  # how long a draw waits for a job in its phase
-ORPHAN_SECONDS = 30  # how long a process may outlive its attempt: a cut worker has to hear of it
+PHASE_SECONDS = 20  # how long a draw waits for a job to reach its phase
+ORPHAN_SECONDS = (
+    30  # how long a process may outlive its attempt, until a disconnected worker notices
+)
 DRAIN_SECONDS = 900
-MOST_TRIES = 2  # a job may leave its phase before it is hit
+MAX_TRIES = 2  # a job may leave its phase before the fault is injected
 
 
 class Campaign:
@@ -51,20 +53,20 @@ class Campaign:
         self.resumed = self.restarted = self.attempts = 0
 
     def run(self, count: int) -> None:
-        """Start the platform, promote a student, let `count` faults hit, drain, check everything."""
+        """Start the platform, promote a student, inject `count` faults, drain, and check every job."""
         self.out.mkdir(parents=True, exist_ok=True)
-        self.house = House(self.out)
+        self.harness = PlatformHarness(self.out)
         volume = mount_volume(self.out / "data")
         try:
-            self.house.start()
+            self.harness.start()
             self._prepare(volume)
             self._draw_all(count)
             self._drain()
         finally:
             if hasattr(self, "workload"):
                 self.workload.close()
-            self.house.stop()
-            self._look_for_processes_after_the_end()
+            self.harness.stop()
+            self._check_for_processes_after_the_end()
             if volume is not None:
                 subprocess.run(["umount", "-l", str(volume)], check=False)
 
@@ -76,43 +78,47 @@ class Campaign:
             "attempts_resumed_from_a_checkpoint": self.resumed,
             "attempts_begun_at_step_1_again": self.restarted,
         }
-        answers = self.watch.counts() if hasattr(self, "watch") else {}
+        answers = self.monitor.counts() if hasattr(self, "monitor") else {}
         return summarise(self.seed, self.draws, jobs, answers, self.violations)
 
-    # The steps of a campaign
+    # Steps
 
     def _prepare(self, volume: Path | None) -> None:
         self.began = time.monotonic()
-        self.workload = Workload(self.house, self.rng)
+        self.workload = Workload(self.harness, self.rng)
         self._first_student()
-        self.watch = Watch(self.house.url)
-        self.scene = Scene(self.house, self.workload, self.watch, self.rng, volume=volume)
-        self.watch.start()
+        self.monitor = AvailabilityMonitor(self.harness.url)
+        self.context = FaultContext(
+            self.harness, self.workload, self.monitor, self.rng, volume=volume
+        )
+        self.monitor.start()
 
     def _first_student(self) -> None:
-        """Run a chain in peace: a teacher for distillations, and a student that serves."""
+        """Run a chain without faults: a teacher for distillations, and a student to serve."""
         teacher = self.workload.submit("faults-first", self.workload.spec("chain"))
-        assert until(lambda: self._settled() == 2, seconds=300, pause=0.5), "no first student"
-        self.workload.teacher_model_id = self.house.store.model(str(teacher)).id
-        student = self.house.store.list_models(kind="distill").items[0]
-        body = {"force": True, "reason": "the campaign needs a student that serves"}
-        answer = httpx.post(f"{self.house.url}/models/{student.id}/promote", json=body, timeout=60)
+        assert wait_until(lambda: self._settled() == 2, seconds=300, pause=0.5), "no first student"
+        self.workload.teacher_model_id = self.harness.store.model(str(teacher)).id
+        student = self.harness.store.list_models(kind="distill").items[0]
+        body = {"force": True, "reason": "the campaign needs a serving student"}
+        answer = httpx.post(
+            f"{self.harness.url}/models/{student.id}/promote", json=body, timeout=60
+        )
         assert answer.status_code < 300, answer.text
-        url, body = f"{self.house.url}/predict", {"inputs": "it was clean"}
-        served = until(
+        url, body = f"{self.harness.url}/predict", {"inputs": "it was clean"}
+        served = wait_until(
             lambda: httpx.post(url, json=body, timeout=30).status_code == 200, seconds=120
         )
         assert served, "the first student does not serve"
 
     def _settled(self) -> int:
-        for job in self.workload.look():
-            self._judge(job)
+        for job in self.workload.poll():
+            self._check(job)
         return len(self.workload.ended)
 
     def _draw_all(self, count: int) -> None:
-        faults = [f for f in FAULTS if f.name != "fill_disk" or self.scene.volume is not None]
-        self._say(f"seed {self.seed}, {count} draws, pid {os.getpid()}")
-        deck = draw_deck(self.rng, 2 * count, faults)
+        faults = [f for f in FAULTS if f.name != "fill_disk" or self.context.volume is not None]
+        self._log(f"seed {self.seed}, {count} draws, pid {os.getpid()}")
+        deck = draw_schedule(self.rng, 2 * count, faults)
         for number, (fault, phase) in enumerate(deck, start=1):
             if sum(draw.did is not None for draw in self.draws) == count:
                 break
@@ -123,15 +129,17 @@ class Campaign:
             self.write_report()
 
     def _draw(self, draw: Draw, fault: Fault) -> None:
-        is_up = self.house.wait_until_up(seconds=180)
+        is_up = self.harness.wait_until_up(seconds=180)
         if not is_up:
-            self._violate("part", f"a part did not come back: {self.house.platform.pids}", draw)
-        for closer in self.scene.closers:
-            closer.join(200)
-        self.scene.closers.clear()
+            self._violate(
+                "component", f"a component did not recover: {self.harness.platform.pids}", draw
+            )
+        for thread in self.context.recovery_threads:
+            thread.join(200)
+        self.context.recovery_threads.clear()
         promotion: threading.Thread | None = None
-        for _ in range(MOST_TRIES):
-            target = self.scene.target = self._await(draw.phase)
+        for _ in range(MAX_TRIES):
+            target = self.context.target = self._await(draw.phase)
             if draw.phase == "promoting":
                 promotion = self._promote_meanwhile()
             time.sleep(draw.delay if promotion is None else draw.delay / 4)
@@ -139,30 +147,30 @@ class Campaign:
             draw.met, draw.job_id = draw.phase, target.job_id if target else ""
             if target is not None and draw.delay:
                 draw.met = self._phase_now(target)
-            draw.did = fault.strike(self.scene)
+            draw.did = fault.inject(self.context)
             if promotion is not None:
                 promotion.join(120)
             if draw.did is not None:
                 break
         is_aimed = fault.name in ("kill_rank", "kill_torchrun")
-        for job in self.workload.flying.values():
+        for job in self.workload.in_flight.values():
             if draw.did is not None and (not is_aimed or job.id == draw.job_id):
                 job.draws.append(draw.number)
-        for message in self.scene.violations:
-            self._violate("part", message, draw)
-        self.scene.violations.clear()
-        self._look_for_orphans(draw)
-        self._say(
+        for message in self.context.violations:
+            self._violate("component", message, draw)
+        self.context.violations.clear()
+        self._check_for_orphans(draw)
+        self._log(
             f"{draw.number:4d} {fault.name:<15} {draw.phase:<10} met {draw.met:<10} {draw.did}"
         )
 
-    def _phase_now(self, target: Standing) -> str:
+    def _phase_now(self, target: JobSnapshot) -> str:
         self._settled()
-        standings = self.workload.standings()
-        return next((s.phase for s in standings if s.job_id == target.job_id), "ended")
+        snapshots = self.workload.snapshots()
+        return next((s.phase for s in snapshots if s.job_id == target.job_id), "ended")
 
-    def _await(self, phase: str) -> Standing | None:
-        """Return a job that is in `phase` now, or after a while any that runs."""
+    def _await(self, phase: str) -> JobSnapshot | None:
+        """Return a job that is in `phase` now, or after PHASE_SECONDS any running job."""
         if phase == "promoting":
             return None
         deadline, looked_at = time.monotonic() + PHASE_SECONDS, 0.0
@@ -170,21 +178,21 @@ class Campaign:
             now = time.monotonic()
             if now - looked_at > 0.3:
                 self._settled()
-                self.workload.top_up(most=IN_FLIGHT)
+                self.workload.submit_up_to(most=IN_FLIGHT)
                 looked_at = time.monotonic()
-            standings = self.workload.standings()
-            found = [each for each in standings if each.phase == phase]
+            snapshots = self.workload.snapshots()
+            found = [each for each in snapshots if each.phase == phase]
             if found:
                 return self.rng.choice(found)
             if now > deadline:
-                running = [each for each in standings if each.phase not in ("queued", "waiting")]
+                running = [each for each in snapshots if each.phase not in ("queued", "waiting")]
                 return self.rng.choice(running) if running else None
             time.sleep(0.005)
 
     def _promote_meanwhile(self) -> threading.Thread:
-        """Promote some student in a thread; its row must be there if and only if the answer says so."""
-        students = self.house.patiently(
-            lambda: self.house.store.list_models(kind="distill", limit=20).items
+        """Promote a student in a thread; its row must exist if and only if the response says so."""
+        students = self.harness.retry_while_unavailable(
+            lambda: self.harness.store.list_models(kind="distill", limit=20).items
         )
         model = self.rng.choice(students)
         reason = f"draw {len(self.draws)}"
@@ -194,12 +202,12 @@ class Campaign:
             body = {"force": True, "reason": reason}
             try:
                 answer = httpx.post(
-                    f"{self.house.url}/models/{model.id}/promote", json=body, timeout=60
+                    f"{self.harness.url}/models/{model.id}/promote", json=body, timeout=60
                 )
                 status = answer.status_code
             except httpx.TransportError:
                 status = 0
-            rows = self.house.execute("SELECT 1 FROM promotions WHERE reason = :r", r=reason)
+            rows = self.harness.execute("SELECT 1 FROM promotions WHERE reason = :r", r=reason)
             possible = {0: (0, 1), 503: (0, 1)}.get(status, (1,))
             if len(rows) not in possible or status not in (0, 200, 201, 503):
                 self._violate("promotion", f"answered {status}, {len(rows)} rows", draw)
@@ -209,33 +217,35 @@ class Campaign:
         return thread
 
     def _drain(self) -> None:
-        """Let every job end; what does not is lost."""
-        self.house.wait_until_up(seconds=180)
-        for closer in self.scene.closers:
-            closer.join(200)
+        """Wait for every job to end; one that does not is lost."""
+        self.harness.wait_until_up(seconds=180)
+        for thread in self.context.recovery_threads:
+            thread.join(200)
         deadline = time.monotonic() + DRAIN_SECONDS
-        while self.workload.flying and time.monotonic() < deadline:
+        while self.workload.in_flight and time.monotonic() < deadline:
             self._settled()
             time.sleep(0.5)
-        for job in self.workload.flying.values():
-            row = self.house.store.job(job.id)
+        for job in self.workload.in_flight.values():
+            row = self.harness.store.job(job.id)
             self._violate("lost", f"{job.id} is still {row.state} ({row.message})", job.draws)
-        self._look_for_orphans(None)
-        self._look_for_leftovers()
-        self.watch.stop()
-        for message in self.watch.violations():
+        self._check_for_orphans(None)
+        self._check_for_leftovers()
+        self.monitor.stop()
+        for message in self.monitor.violations():
             self._violate("api", message, None)
 
-    # What is looked at
+    # Checks
 
-    def _judge(self, job: Tracked) -> None:
-        ends = ENDS
-        if hasattr(self, "scene") and job.id in self.scene.might_fill:
-            ends |= {Reason.DISK_FULL}
+    def _check(self, job: TrackedJob) -> None:
+        expected = EXPECTED_REASONS
+        if hasattr(self, "context") and job.id in self.context.in_flight_on_full_disk:
+            expected |= {Reason.DISK_FULL}
         try:
-            found = self.house.patiently(lambda: check_job(self.house.store, job.id, ends=ends))
-            row = self.house.patiently(lambda: self.house.store.job(job.id))
-        except Exception as error:  # noqa: BLE001  (what cannot be checked is a violation, too)
+            found = self.harness.retry_while_unavailable(
+                lambda: check_job(self.harness.store, job.id, expected=expected)
+            )
+            row = self.harness.retry_while_unavailable(lambda: self.harness.store.job(job.id))
+        except Exception as error:  # noqa: BLE001  (a job that cannot be checked is a violation too)
             self._violate("job", f"{job.id} cannot be checked: {error!r}", job.draws)
             return
         self.ends[f"{row.state}{f' ({row.reason})' if row.reason else ''}"] += 1
@@ -245,13 +255,13 @@ class Campaign:
         for message in found.violations:
             self._violate("job", f"{job.id}: {message}", job.draws)
 
-    def _look_for_orphans(self, draw: Draw | None) -> None:
-        """Find processes whose attempt is over; a worker has half a minute to end them."""
+    def _check_for_orphans(self, draw: Draw | None) -> None:
+        """Report processes whose attempt has ended; a worker has half a minute to stop them."""
         left: list[str] = []
 
         def none() -> bool:
-            processes = self.house.rank_processes()
-            rows = self.house.execute(
+            processes = self.harness.rank_processes()
+            rows = self.harness.execute(
                 "SELECT id, attempt FROM jobs WHERE state IN ('running', 'cancelling')"
             )
             live = {(str(i), int(str(n))) for i, n in rows}
@@ -262,26 +272,26 @@ class Campaign:
             ]
             return not left
 
-        # Processes that are on their way out while the attempt has just ended are none.
-        if not until(none, seconds=ORPHAN_SECONDS, pause=0.25):
+        # Processes that are exiting because the attempt has just ended are not orphans.
+        if not wait_until(none, seconds=ORPHAN_SECONDS, pause=0.25):
             self._violate("orphan", f"processes outlived their attempt: {left}", draw)
 
-    def _look_for_leftovers(self) -> None:
-        """Find artifacts that no row names; the sweep has half a minute to remove them."""
-        models = self.house.settings.models_dir
+    def _check_for_leftovers(self) -> None:
+        """Report artifacts without a row; the sweep has half a minute to remove them."""
+        models = self.harness.settings.models_dir
 
         def unnamed() -> list[str]:
-            rows = {str(i) for (i,) in self.house.execute("SELECT id FROM models")}
+            rows = {str(i) for (i,) in self.harness.execute("SELECT id FROM models")}
             there = [path.name for path in models.iterdir()] if models.is_dir() else []
             return [name for name in there if name not in rows]
 
-        if not until(lambda: not unnamed(), seconds=30, pause=0.5):
+        if not wait_until(lambda: not unnamed(), seconds=30, pause=0.5):
             self._violate("leftover", f"artifacts without a row: {unnamed()}", None)
 
-    def _look_for_processes_after_the_end(self) -> None:
-        if not hasattr(self.house, "settings"):
+    def _check_for_processes_after_the_end(self) -> None:
+        if not hasattr(self.harness, "settings"):
             return
-        left = self.house.rank_processes()
+        left = self.harness.rank_processes()
         if left:
             pids = [each.process.pid for each in left]
             self._violate("orphan", f"after the end of the platform: {pids}", None)
@@ -289,18 +299,18 @@ class Campaign:
     def _violate(self, kind: str, message: str, where: Draw | list[int] | None) -> None:
         numbers = [where.number] if isinstance(where, Draw) else where or []
         self.violations.append({"kind": kind, "message": message, "draws": numbers})
-        self._say(f"VIOLATION (seed {self.seed}, draws {numbers}) {kind}: {message}")
+        self._log(f"VIOLATION (seed {self.seed}, draws {numbers}) {kind}: {message}")
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         stamped = f"{time.strftime('%H:%M:%S')} {line}"
         print(stamped, flush=True)
         with (self.out / "campaign.log").open("a") as file:
             file.write(stamped + "\n")
 
     def write_report(self) -> None:
-        """Write the report as it stands, with every draw."""
-        whole = self.report() | {"each": [asdict(draw) for draw in self.draws]}
-        (self.out / "report.json").write_text(json.dumps(whole, indent=1))
+        """Write the current report, with every draw."""
+        document = self.report() | {"each": [asdict(draw) for draw in self.draws]}
+        (self.out / "report.json").write_text(json.dumps(document, indent=1))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A worker's way to a real Postgres through a proxy, and jobs whose ranks need no torch."""
+"""Workers that reach a real Postgres through a proxy, and jobs whose ranks need no torch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.views import Ticket
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch
-from tests.faults.proxy import Proxy
+from tests.faults.proxy import PostgresProxy
 
-RANK = Path(__file__).with_name("small_rank.py")
+RANK = Path(__file__).with_name("stub_rank.py")
 
 
 @pytest.fixture
-def proxy(database_url: str) -> Iterator[Proxy]:
-    found = Proxy(Path(database_url.split("host=", 1)[1]) / ".s.PGSQL.5432")
+def proxy(database_url: str) -> Iterator[PostgresProxy]:
+    found = PostgresProxy(Path(database_url.split("host=", 1)[1]) / ".s.PGSQL.5432")
     yield found
     found.close()
 
 
 @pytest.fixture
 def store(database_url: str, data_dir: Path) -> Iterator[Store]:
-    """The test's own way to the database: nothing cuts it."""
+    """The test's own connection to the database, which no fault affects."""
     settings = JobSettings(
         database_url=database_url,
         broker_url="redis://nowhere",
@@ -44,8 +44,8 @@ def store(database_url: str, data_dir: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def worker_store(store: Store, proxy: Proxy) -> Iterator[Store]:
-    """A worker's way to the database, through the proxy."""
+def worker_store(store: Store, proxy: PostgresProxy) -> Iterator[Store]:
+    """A worker's connection to the database, through the proxy."""
     name = store.settings.database_url.split("/", 3)[3].split("?")[0]
     url = f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/{name}"
     found = open_store(store.settings.model_copy(update={"database_url": url}))

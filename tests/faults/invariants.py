@@ -1,4 +1,4 @@
-"""What must hold of a job that has ended, whatever happened to it: one function, used by all faults."""
+"""The invariants of a job that has ended, whatever faults it met."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, rea
 from services.shared.jobs.state import TERMINAL, TRANSITIONS, JobState, Phase, Reason
 from services.shared.jobs.views import EventType, EventView, JobView
 
-# How a job may end that was only hit from outside: its attempts were used up by kills and silence,
-# or the job that it waits for ended so.
-ENDS = frozenset({Reason.CRASHED, Reason.LOST, Reason.PARENT_FAILED})
+# Reasons for which a job may fail under external faults: its attempts were used up by kills and lost
+# leases, or the job that it waits for failed.
+EXPECTED_REASONS = frozenset({Reason.CRASHED, Reason.LOST, Reason.PARENT_FAILED})
 
 
 @dataclass
-class Verdict:
-    """What was found of one job."""
+class CheckResult:
+    """The violations of one job, and how its attempts began."""
 
     violations: list[str] = field(default_factory=list)
-    resumed: int = 0  # attempts that went on from a checkpoint
-    restarted: int = 0  # later attempts that began at step 1, rightly
+    resumed: int = 0  # attempts that resumed from a checkpoint
+    restarted: int = 0  # later attempts that correctly began at step 1
 
     def require(self, condition: bool, message: str) -> None:
         if not condition:
             self.violations.append(message)
 
 
-def check_job(store: Store, job_id: str, *, ends: frozenset[Reason] = ENDS) -> Verdict:
-    """Return what is wrong with a job that has ended; `ends` are the reasons it may have failed for."""
-    found, job = Verdict(), store.job(job_id)
+def check_job(
+    store: Store, job_id: str, *, expected: frozenset[Reason] = EXPECTED_REASONS
+) -> CheckResult:
+    """Check a job that has ended; `expected` are the reasons for which it may have failed."""
+    found, job = CheckResult(), store.job(job_id)
     found.require(job.state in TERMINAL, f"it is {job.state}, not ended")
-    _check_attempts(found, job, ends)
+    _check_attempts(found, job, expected)
     _check_result(found, store, job)
     _check_events(found, store, job)
     _check_steps(found, store, job)
     return found
 
 
-def _check_attempts(found: Verdict, job: JobView, ends: frozenset[Reason]) -> None:
+def _check_attempts(found: CheckResult, job: JobView, expected: frozenset[Reason]) -> None:
     numbers = [attempt.number for attempt in job.attempts]
     found.require(numbers == list(range(1, job.attempt + 1)), f"attempts are numbered {numbers}")
     endings = [attempt.ending for attempt in job.attempts]
@@ -57,7 +59,7 @@ def _check_attempts(found: Verdict, job: JobView, ends: frozenset[Reason]) -> No
         )
         return
     found.require("succeeded" not in endings, f"{job.state}, yet an attempt succeeded: {endings}")
-    found.require(job.reason in ends, f"it failed for {job.reason}: {job.message}")
+    found.require(job.reason in expected, f"it failed for {job.reason}: {job.message}")
     if job.attempts:
         found.require(
             job.reason == job.attempts[-1].reason, "job and last attempt give two reasons"
@@ -69,8 +71,8 @@ def _check_attempts(found: Verdict, job: JobView, ends: frozenset[Reason]) -> No
         )
 
 
-def _check_result(found: Verdict, store: Store, job: JobView) -> None:
-    """Compare the one artifact with its manifest, and both with the row."""
+def _check_result(found: CheckResult, store: Store, job: JobView) -> None:
+    """Compare the artifact with its manifest, and both with the row."""
     if job.state is not JobState.SUCCEEDED:
         found.require(job.model_id is None, "it has not succeeded, yet it has a model")
         return
@@ -90,7 +92,7 @@ def _check_result(found: Verdict, store: Store, job: JobView) -> None:
         )
 
 
-def _check_events(found: Verdict, store: Store, job: JobView) -> None:
+def _check_events(found: CheckResult, store: Store, job: JobView) -> None:
     events: list[EventView] = []
     while page := store.events(job.id, after_seq=events[-1].seq if events else 0, limit=500):
         events += page
@@ -104,8 +106,8 @@ def _check_events(found: Verdict, store: Store, job: JobView) -> None:
     found.require(sum(state in TERMINAL for state in states) == 1, f"ended not once: {states}")
 
 
-def _check_steps(found: Verdict, store: Store, job: JobView) -> None:
-    """Hold the first step of each attempt against the last checkpoint of those before it."""
+def _check_steps(found: CheckResult, store: Store, job: JobView) -> None:
+    """Compare the first step of each attempt with the last checkpoint of earlier attempts."""
     sure = possible = 0  # steps with a checkpoint: certainly, or if the kill came after its rename
     for attempt in job.attempts:
         lines = _progress(store.settings.run_dir(job.id, attempt.number))

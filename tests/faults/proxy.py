@@ -1,4 +1,4 @@
-"""A TCP port in front of Postgres' unix socket, which can be cut, frozen, or lose one answer."""
+"""A TCP proxy for Postgres' Unix socket that can cut or freeze connections, or drop one reply."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import contextlib
 import socket
 import struct
 import threading
-import time
 from pathlib import Path
 
 _CHUNK = 65_536
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST instead of FIN
 
 
-class Proxy:
-    """Carries bytes between workers and Postgres as long as it is whole."""
+class PostgresProxy:
+    """Forwards bytes between workers and Postgres, unless it is cut or frozen."""
 
     def __init__(self, upstream: Path) -> None:
         self._upstream = upstream
@@ -25,8 +24,10 @@ class Proxy:
         self._is_cut = False
         self.flowing = threading.Event()
         self.flowing.set()
-        self.needle: bytes | None = None  # lose the answer of the transaction that holds it
-        self.lost_answers = 0
+        self.statement_to_lose: bytes | None = (
+            None  # drop the reply to the COMMIT of the transaction that contains it
+        )
+        self.lost_replies = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -36,17 +37,17 @@ class Proxy:
             link.reset()
 
     def freeze(self) -> None:
-        """Carry nothing, in either direction, and say nothing."""
+        """Stop forwarding in both directions without closing connections."""
         self.flowing.clear()
 
     def heal(self) -> None:
-        """Carry again; what was frozen arrives."""
+        """Forward again, including what was held back."""
         self._is_cut = False
         self.flowing.set()
 
-    def lose_answer(self, needle: bytes = b"") -> None:
-        """Let the next COMMIT, of a transaction that sent `needle`, arrive and its answer be lost."""
-        self.needle = needle
+    def lose_commit_reply(self, statement: bytes = b"") -> None:
+        """Deliver the next COMMIT of a transaction that contains `statement`, but drop its reply."""
+        self.statement_to_lose = statement
 
     def close(self) -> None:
         """Stop listening and reset what is connected."""
@@ -85,43 +86,43 @@ class Proxy:
 
 
 class _Link:
-    """One connection: two threads that carry bytes."""
+    """One connection: two threads that forward bytes."""
 
-    def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
+    def __init__(self, proxy: PostgresProxy, client: socket.socket, server: socket.socket) -> None:
         self._proxy = proxy
         self._client = client
         self._server = server
         self._sent = b""  # by the client since its last COMMIT
-        self._loses = False
+        self._drops_reply = False
 
     def start(self) -> None:
-        for carry in (self._ask, self._answer):
-            threading.Thread(target=carry, daemon=True).start()
+        for forward in (self._forward_requests, self._forward_replies):
+            threading.Thread(target=forward, daemon=True).start()
 
     def reset(self) -> None:
         _reset(self._client)
         _close(self._server)
         self._proxy.forget(self)
 
-    def _ask(self) -> None:
+    def _forward_requests(self) -> None:
         with contextlib.suppress(OSError):
             while data := self._client.recv(_CHUNK):
                 self._proxy.flowing.wait()
                 self._sent = self._sent[-_CHUNK:] + data
                 if b"COMMIT" in data:
-                    needle = self._proxy.needle
-                    if needle is not None and needle in self._sent:
-                        self._proxy.needle, self._loses = None, True
+                    statement = self._proxy.statement_to_lose
+                    if statement is not None and statement in self._sent:
+                        self._proxy.statement_to_lose, self._drops_reply = None, True
                     self._sent = b""
                 self._server.sendall(data)
         self.reset()
 
-    def _answer(self) -> None:
+    def _forward_replies(self) -> None:
         with contextlib.suppress(OSError):
             while data := self._server.recv(_CHUNK):
                 self._proxy.flowing.wait()
-                if self._loses:  # Postgres has answered, so it has committed
-                    self._proxy.lost_answers += 1
+                if self._drops_reply:  # Postgres has replied, so it has committed
+                    self._proxy.lost_replies += 1
                     break
                 self._client.sendall(data)
         self.reset()
@@ -139,14 +140,3 @@ def _close(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):
         connection.close()
-
-
-def until(condition: object, *, seconds: float, pause: float = 0.05) -> bool:
-    """Return whether `condition()` becomes true in time."""
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-    return True

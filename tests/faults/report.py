@@ -1,4 +1,4 @@
-"""What a campaign tells: one JSON document, and a table of what was hit in which phase."""
+"""The report of a campaign: a JSON document, and a table of faults by phase."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ PHASES = ("queued", "claimed", "loading", "training", "saving", "exporting", "fi
 
 @dataclass
 class Draw:
-    """One fault of the campaign."""
+    """One fault drawn in the campaign."""
 
     number: int
     fault: str
     phase: str
     delay: float
     at: float = 0.0  # seconds since the start
-    met: str = ""  # the phase in which the target really was
+    met: str = ""  # the actual phase of the target
     job_id: str = ""
-    did: str | None = None  # None: nothing was hit
+    did: str | None = None  # None: there was no target
 
 
 def summarise(
@@ -30,7 +30,7 @@ def summarise(
     answers: dict[str, dict[str, int]],
     violations: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the counts of a campaign; `jobs` and `answers` are taken over as they are."""
+    """Return the counts of a campaign; `jobs` and `answers` are included unchanged."""
     hit = [draw for draw in draws if draw.did is not None]
     table: dict[str, Counter[str]] = {}
     for draw in hit:

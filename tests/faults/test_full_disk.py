@@ -1,4 +1,4 @@
-"""A real small file system that is full to the last byte."""
+"""Failures on a real small file system without a free byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.shared.jobs.state import Reason
 from services.shared.launch.aftermath.outcome import PostMortem, reach_verdict
 from services.shared.launch.supervise import Ending
 from services.shared.training.process import Position, failures_reported
-from tests.faults.catalogue import write_until_full
+from tests.faults.fault_catalogue import write_until_full
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(directory: Path) -> None:
-    """Leave not one byte free."""
+    """Fill the file system to the last byte."""
     with (directory / "filler").open("wb", buffering=0) as file:
         for size in (1 << 16, 4096, 1):
             write_until_full(file.fileno(), size)
@@ -40,7 +40,7 @@ def save_on_a_full_disk(directory: Path) -> None:
     (directory / "checkpoint").write_bytes(b"weights")
 
 
-def test_a_rank_says_that_the_disk_is_full_though_it_is(
+def test_a_rank_reports_a_full_disk_on_that_disk(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -53,7 +53,7 @@ def test_a_rank_says_that_the_disk_is_full_though_it_is(
     assert failure.reason is Reason.DISK_FULL
 
 
-def test_ranks_that_end_without_a_word_on_a_full_disk_are_not_called_crashed(
+def test_ranks_that_exit_without_a_report_on_a_full_disk_are_not_reported_as_crashed(
     small_disk: Path,
 ) -> None:
     run = RunDirectory(small_disk)

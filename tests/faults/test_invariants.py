@@ -1,4 +1,4 @@
-"""The check finds what it is there to find."""
+"""The check of invariants detects violations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def succeed_twice(store: Store, job_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "words"),
+    ("tamper", "message"),
     [
         (damage, "weights of the artifact is damaged"),
         (remove, "is not there"),
@@ -63,22 +63,22 @@ def succeed_twice(store: Store, job_id: str) -> None:
         (succeed_twice, "not exactly the last attempt succeeded"),
     ],
 )
-def test_a_harm_is_found(
+def test_a_violation_is_detected(
     store: Store,
     submit: Callable[..., str],
     work: Callable[..., list[Ticket]],
-    harm: Callable[[Store, str], None],
-    words: str,
+    tamper: Callable[[Store, str], None],
+    message: str,
 ) -> None:
     job_id = submit("killed_after_5")
     work(job_id)
     work(job_id)
     assert check_job(store, job_id).violations == []
-    harm(store, job_id)
-    assert any(words in found for found in check_job(store, job_id).violations)
+    tamper(store, job_id)
+    assert any(message in found for found in check_job(store, job_id).violations)
 
 
-def test_a_job_that_was_given_up_too_early_is_found(
+def test_a_job_that_fails_before_its_last_attempt_is_detected(
     store: Store, submit: Callable[..., str], work: Callable[..., list[Ticket]]
 ) -> None:
     job_id = submit("killed_after_1", max_attempts=1)

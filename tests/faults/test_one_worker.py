@@ -1,4 +1,4 @@
-"""Faults of one worker that cost no torch: lost answers, a cut network, killed ranks, second messages."""
+"""Faults of one worker without torch: lost replies, network failures, killed ranks, redelivery."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, rea
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import Ticket
 from tests.faults.invariants import check_job
-from tests.faults.proxy import Proxy
+from tests.faults.proxy import PostgresProxy
 
 Submit = Callable[..., str]
 Work = Callable[..., list[Ticket]]
 
 
-@pytest.mark.parametrize("needle", [b"INSERT INTO attempts", b"UPDATE attempts"])
-def test_a_commit_whose_answer_is_lost_counts_once(
-    store: Store, proxy: Proxy, submit: Submit, work: Work, needle: bytes
+@pytest.mark.parametrize("statement_to_lose", [b"INSERT INTO attempts", b"UPDATE attempts"])
+def test_a_commit_whose_reply_is_lost_takes_effect_once(
+    store: Store, proxy: PostgresProxy, submit: Submit, work: Work, statement_to_lose: bytes
 ) -> None:
     job_id = submit("calm")
-    proxy.lose_answer(needle)
+    proxy.lose_commit_reply(statement_to_lose)
     work(job_id)
-    assert proxy.lost_answers == 1
+    assert proxy.lost_replies == 1
     job = store.job(job_id)
     assert (job.state, job.attempt) == (JobState.SUCCEEDED, 1)
     assert check_job(store, job_id).violations == []
 
 
-def test_a_job_goes_on_while_the_network_is_cut(
-    store: Store, proxy: Proxy, submit: Submit, work: Work
+def test_a_job_continues_through_a_network_failure(
+    store: Store, proxy: PostgresProxy, submit: Submit, work: Work
 ) -> None:
     job_id = submit("calm")
     healer = threading.Timer(1.0, proxy.heal)
 
-    def cut_once() -> bool:  # asked while the rank runs, which takes less than a second
+    def cut_once() -> bool:  # called while the rank runs, which takes less than a second
         if not healer.is_alive() and not healer.finished.is_set():
             proxy.cut()
             healer.start()
@@ -52,7 +52,7 @@ def test_a_job_goes_on_while_the_network_is_cut(
 @pytest.mark.parametrize(
     ("name", "begun"), [("killed_after_1", 0), ("killed_after_5", 4), ("killed_in_export", 6)]
 )
-def test_a_killed_rank_costs_an_attempt_and_what_was_done_since_the_checkpoint(
+def test_a_killed_rank_costs_an_attempt_and_the_progress_since_the_checkpoint(
     store: Store, submit: Submit, work: Work, name: str, begun: int
 ) -> None:
     job_id = submit(name)
@@ -68,7 +68,7 @@ def test_a_killed_rank_costs_an_attempt_and_what_was_done_since_the_checkpoint(
     assert (found.resumed, found.restarted) == (int(begun > 0), int(begun == 0))
 
 
-def test_a_job_whose_attempts_are_used_up_by_kills_says_so(
+def test_a_job_whose_ranks_are_killed_in_every_attempt_fails_as_crashed(
     store: Store, submit: Submit, work: Work
 ) -> None:
     job_id = submit("killed_after_1", max_attempts=1)

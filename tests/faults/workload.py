@@ -1,4 +1,4 @@
-"""Small jobs, always some of each kind in flight, and where each of them stands right now."""
+"""A workload of small jobs of each kind, and the current phase of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from services.shared.jobs.run_directory import RunDirectory
-from tests.faults.house import House, RankProcess
+from tests.faults.harness import PlatformHarness, RankProcess
 
 TEACHER = {
     "model_type": "qwen3",
@@ -24,7 +24,7 @@ TEACHER = {
     "head_dim": 8,
 }
 STUDENT = {**TEACHER, "hidden_size": 8, "intermediate_size": 16}
-# Steps take milliseconds and checkpoints tens: many of both, so that either can be hit.
+# Steps take milliseconds and checkpoints tens of them: many of both, so that faults can hit either.
 TRAINING = {
     "max_steps": 60,
     "epochs": 100,
@@ -35,8 +35,8 @@ TRAINING = {
     "checkpoint_every_steps": 4,
 }
 RECIPE = {"compute": "float32", "reduce": "float32", "activation_checkpointing": False}
-MOST_ATTEMPTS = 10
-# What a rank reports, by the name that a fault's plan uses for it.
+MAX_ATTEMPTS = 10
+# The phases that ranks report, mapped to the phases of the fault catalogue.
 PHASES = {
     "launching": "claimed",
     "loading": "loading",
@@ -50,8 +50,8 @@ PHASES = {
 
 
 @dataclass
-class Tracked:
-    """A job of ours, and what was done to it."""
+class TrackedJob:
+    """A submitted job, and the faults injected while it was in flight."""
 
     id: str
     kind: str
@@ -60,8 +60,8 @@ class Tracked:
 
 
 @dataclass
-class Standing:
-    """Where a job stands, by its row and by the files of its ranks."""
+class JobSnapshot:
+    """The attempt and phase of a job, by its row and the files of its ranks."""
 
     job_id: str
     kind: str
@@ -70,18 +70,18 @@ class Standing:
 
 
 class Workload:
-    """Submits jobs as others end, and knows those in flight."""
+    """Submits jobs as others end, and tracks those in flight."""
 
-    def __init__(self, house: House, rng: random.Random) -> None:
-        self._house = house
+    def __init__(self, harness: PlatformHarness, rng: random.Random) -> None:
+        self._harness = harness
         self._rng = rng
-        self._client = httpx.Client(base_url=house.url, timeout=30)
+        self._client = httpx.Client(base_url=harness.url, timeout=30)
         self._pending: tuple[str, dict[str, Any]] | None = None  # a request not answered yet
         self._count = 0
-        self._states_at = 0.0
+        self._polled_at = 0.0
         self._rows: list[tuple[str, str, str, int]] = []
-        self.flying: dict[str, Tracked] = {}
-        self.ended: list[Tracked] = []
+        self.in_flight: dict[str, TrackedJob] = {}
+        self.ended: list[TrackedJob] = []
         self.dataset_id = self._upload()
         self.teacher_model_id: str | None = None
 
@@ -91,7 +91,7 @@ class Workload:
             "training": TRAINING | training,
             "recipe": RECIPE,
             "resources": {"ranks": ranks, "device": "cpu"},
-            "max_attempts": MOST_ATTEMPTS,
+            "max_attempts": MAX_ATTEMPTS,
         }
         own = {"config": TEACHER, "tokenizer": {"train": True, "vocab_size": 300}}
         teacher = {"dataset_id": self.dataset_id, "model": own, **common}
@@ -111,9 +111,9 @@ class Workload:
             **distill,
         }
 
-    def top_up(self, *, most: int) -> None:
-        """Submit one job if fewer than `most` are in flight and the API answers."""
-        if self._pending is None and len(self.flying) < most:
+    def submit_up_to(self, *, most: int) -> None:
+        """Submit one job if fewer than `most` are in flight and the API responds."""
+        if self._pending is None and len(self.in_flight) < most:
             kinds = ["teacher", "teacher", "distill", "chain"]
             kind = kinds[self._count % 4] if self.teacher_model_id else "teacher"
             self._count += 1
@@ -123,7 +123,7 @@ class Workload:
             self.submit(*self._pending)
 
     def submit(self, key: str, spec: dict[str, Any]) -> str | None:
-        """Send a job under a key of its own until it is answered: a lost answer makes no second job."""
+        """Submit a job with its idempotency key; a repeated request creates no second job."""
         try:
             answer = self._client.post("/jobs", json=spec, headers={"Idempotency-Key": key})
         except httpx.TransportError:
@@ -135,34 +135,35 @@ class Workload:
         job = answer.json()
         for job_id in (job["id"], *job["child_job_ids"]):
             kind = "teacher" if job_id == job["id"] and spec["kind"] != "distill" else "distill"
-            self.flying.setdefault(job_id, Tracked(job_id, kind, time.monotonic()))
+            self.in_flight.setdefault(job_id, TrackedJob(job_id, kind, time.monotonic()))
         return str(job["id"])
 
     def close(self) -> None:
         """Close the connection to the API."""
         self._client.close()
 
-    def look(self) -> list[Tracked]:
-        """Read the rows of jobs in flight; return the jobs that have ended since."""
-        rows = self._house.execute(
-            "SELECT id, kind, state, attempt FROM jobs WHERE id = ANY(:ids)", ids=list(self.flying)
+    def poll(self) -> list[TrackedJob]:
+        """Read the rows of the jobs in flight; return the jobs that have ended since the last call."""
+        rows = self._harness.execute(
+            "SELECT id, kind, state, attempt FROM jobs WHERE id = ANY(:ids)",
+            ids=list(self.in_flight),
         )
         self._rows = [(str(i), str(k), str(s), int(str(n))) for i, k, s, n in rows]
-        self._states_at = time.monotonic()
+        self._polled_at = time.monotonic()
         over = [i for i, _, state, _ in self._rows if state in ("succeeded", "failed", "cancelled")]
-        ended = [self.flying.pop(job_id) for job_id in over]
+        ended = [self.in_flight.pop(job_id) for job_id in over]
         self.ended += ended
         return ended
 
-    def standings(self) -> list[Standing]:
-        """Return where each job in flight stands; files are read now, rows at the last look."""
+    def snapshots(self) -> list[JobSnapshot]:
+        """Return a snapshot of each job in flight; files are read now, rows are those of the last poll."""
         found = []
         for job_id, kind, state, attempt in self._rows:
             if state in ("queued", "waiting"):
-                found.append(Standing(job_id, kind, attempt, state))
-            elif state == "running" and job_id in self.flying:
-                run = RunDirectory(self._house.settings.run_dir(job_id, attempt))
-                found.append(Standing(job_id, kind, attempt, phase_of(run)))
+                found.append(JobSnapshot(job_id, kind, attempt, state))
+            elif state == "running" and job_id in self.in_flight:
+                run = RunDirectory(self._harness.settings.run_dir(job_id, attempt))
+                found.append(JobSnapshot(job_id, kind, attempt, phase_of(run)))
         return found
 
     def _upload(self) -> str:
@@ -197,10 +198,10 @@ def _last_line(path: Path) -> bytes:
     return lines[-1] if lines and lines[-1].startswith(b"{") else b""
 
 
-def victims(processes: list[RankProcess], standing: Standing) -> list[RankProcess]:
-    """Return the processes of the attempt that a standing is about."""
+def processes_of(processes: list[RankProcess], snapshot: JobSnapshot) -> list[RankProcess]:
+    """Return the processes of the attempt in a snapshot."""
     return [
         each
         for each in processes
-        if (each.job_id, each.attempt) == (standing.job_id, standing.attempt)
+        if (each.job_id, each.attempt) == (snapshot.job_id, snapshot.attempt)
     ]

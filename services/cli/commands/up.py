@@ -1,4 +1,4 @@
-"""`stillhouse up`: the embedded platform on this machine, until Ctrl-C or SIGTERM."""
+"""`stillhouse up`: runs the embedded platform on this machine until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,63 +16,72 @@ from services.cli.embedded.platform import Platform, start_platform
 from services.cli.embedded.servers import StartFailed
 from services.shared.files.atomic_write import write_text
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 class _StopRequested(BaseException):
-    """A signal asked us to stop; raised wherever we are, so that waiting ends at once."""
+    """A signal requested a stop; raised by the handler, so that it interrupts any wait."""
 
 
 def up(
     data_dir: Annotated[
-        Path, typer.Option("--data-dir", help="Database, queue, datasets, runs, models, logs.")
+        Path,
+        typer.Option(
+            "--data-dir", help="Directory for the database, queue, datasets, runs, models and logs."
+        ),
     ] = Path(".stillhouse/data"),
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65_535, help="Of the API; 0 takes a free one.")
+        int,
+        typer.Option("--port", min=0, max=65_535, help="Port of the API; 0 selects a free one."),
     ] = 8000,
     models: Annotated[
         list[Path] | None,
         typer.Option(
-            "--models", help="Directory below which jobs may name base models; repeatable."
+            "--models", help="Directory in which jobs may refer to base models; repeatable."
         ),
     ] = None,
     ready_file: Annotated[
         Path | None,
-        typer.Option("--ready-file", help="Write URL and pids there, as JSON, once all is ready."),
+        typer.Option(
+            "--ready-file",
+            help="Write the URL and pids to this file, as JSON, once the platform is ready.",
+        ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the same JSON line on standard output.")
+        bool, typer.Option("--json", help="Also print that JSON as one line on standard output.")
     ] = False,
 ) -> None:
-    """Run database, queue, API and workers on this machine until Ctrl-C."""
+    """Run the database, queue, API and workers on this machine until Ctrl-C."""
     console = Console(stderr=True, highlight=False)
 
-    def say(line: str) -> None:
+    def notify(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _request_stop)
     platform: Platform | None = None
     try:
-        platform = start_platform(data_dir, port=port, models=models or [], say=say)
+        platform = start_platform(data_dir, port=port, models=models or [], notify=notify)
         _announce(platform, ready_file, as_json=as_json)
-        say(f"Stillhouse is ready at {platform.url} (docs: {platform.url}/docs). Ctrl-C stops it.")
+        notify(
+            f"Stillhouse is ready at {platform.url} (docs: {platform.url}/docs). Ctrl-C stops it."
+        )
         while True:
-            time.sleep(_LOOK_SECONDS)
-            if platform.look_after(say):
+            time.sleep(_POLL_SECONDS)
+            if platform.restart_exited(notify):
                 _announce(platform, ready_file, as_json=False)
     except StartFailed as error:
-        say(f"up: {error}")
+        notify(f"up: {error}")
         raise typer.Exit(1) from error
     except _StopRequested:
-        say("Stopping; a job under way saves a checkpoint first.")
+        notify("Stopping; running jobs save a checkpoint first.")
     finally:
         _ignore_signals()
         if ready_file is not None:
             ready_file.unlink(missing_ok=True)
         if platform is not None:
             platform.stop()
-    say("Stopped.")
+    notify("Stopped.")
 
 
 def _request_stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001  (signal's signature)
@@ -81,7 +90,7 @@ def _request_stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def _ignore_signals() -> None:
-    """Let a stop run to its end: a second Ctrl-C must not leave half of it."""
+    """Ignore further signals: a second Ctrl-C must not interrupt the shutdown."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

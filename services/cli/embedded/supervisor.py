@@ -1,4 +1,4 @@
-"""The parts of an embedded platform: one that ends by itself is started again after a pause."""
+"""The components of an embedded platform; one that exits is restarted after a back-off."""
 
 from __future__ import annotations
 
@@ -13,79 +13,87 @@ from pathlib import Path
 from services.cli.embedded.servers import Server, StartFailed, log_tail
 from services.shared.launch.processes import start_process, stop_process
 
-_FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0
-_HEALTHY_SECONDS = 60.0  # a part that lived so long starts its back-off anew
+_INITIAL_BACKOFF_SECONDS = 1.0
+_MAX_BACKOFF_SECONDS = 30.0
+_HEALTHY_SECONDS = 60.0  # a component that ran longer starts again with the initial back-off
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(kw_only=True)
-class Part(ABC):
-    """A process of the platform, and when to start it again."""
+class Component(ABC):
+    """A process of the platform, and when to restart it."""
 
     name: str
     log: Path
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
-    pause: float = _FIRST_PAUSE
-    longest_pause: float = _LONGEST_PAUSE
-    start_at: float | None = None  # when to start it again; None while it runs
+    backoff_seconds: float = _INITIAL_BACKOFF_SECONDS
+    max_backoff_seconds: float = _MAX_BACKOFF_SECONDS
+    restart_at: float | None = None  # monotonic time; None while the process runs
 
     def start(self) -> None:
-        """Start the process; it dies with us. A server is ready when this returns.
+        """Start the process, which ends when this process does; a backend is ready on return.
 
-        Raises StartFailed where a server does not come up.
+        Raises StartFailed where a backend does not start.
         """
-        self.process = self._begin()
+        self.process = self._spawn()
         self.started_at = time.monotonic()
-        self.start_at = None
+        self.restart_at = None
 
     @abstractmethod
-    def _begin(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> subprocess.Popen[bytes]:
         """Return the started process."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Stop the process in good order, with everything below it."""
+        """Stop the process gracefully, with all of its descendants."""
 
-    def look_after(self, say: Say) -> None:
-        """Report an end, and start again after a pause that grows with each early one."""
-        if self.process is None or (self.start_at is None and self.process.poll() is None):
+    @property
+    def is_running(self) -> bool:
+        """Whether the process runs; False while it waits for its restart."""
+        return self.restart_at is None and self.process is not None and self.process.poll() is None
+
+    def restart_if_exited(self, notify: Notify) -> None:
+        """Report an exit, and restart after a back-off that doubles with each early exit."""
+        if self.process is None or self.is_running:
             return
-        if self.start_at is None:
-            self._wait_longer()
-            say(
-                f"{self.name} ended with code {self.process.returncode}; it starts again in "
-                f"{self.pause:.0f} s. Its last words ({self.log}):\n{log_tail(self.log)}"
+        if self.restart_at is None:
+            self._back_off()
+            notify(
+                f"{self.name} exited with code {self.process.returncode}; restarting in "
+                f"{self.backoff_seconds:.0f} s. End of {self.log}:\n{log_tail(self.log)}"
             )
-        elif time.monotonic() >= self.start_at:
+        elif time.monotonic() >= self.restart_at:
             try:
                 self.start()
             except StartFailed as error:
-                self._wait_longer()
-                say(f"{self.name} did not start; next try in {self.pause:.0f} s: {error}")
+                self._back_off()
+                notify(
+                    f"{self.name} did not start; retrying in {self.backoff_seconds:.0f} s: {error}"
+                )
                 return
-            say(f"{self.name} runs again (pid {self.process.pid})")
+            notify(f"{self.name} restarted (pid {self.process.pid})")
 
-    def _wait_longer(self) -> None:
+    def _back_off(self) -> None:
         now = time.monotonic()
-        lived = now - self.started_at if self.start_at is None else 0.0
-        self.pause = _FIRST_PAUSE if lived > _HEALTHY_SECONDS else self.pause * 2
-        self.pause = min(self.pause, self.longest_pause)
-        self.start_at = now + self.pause
+        uptime = now - self.started_at if self.restart_at is None else 0.0
+        doubled = min(self.backoff_seconds * 2, self.max_backoff_seconds)
+        initial = min(_INITIAL_BACKOFF_SECONDS, self.max_backoff_seconds)
+        self.backoff_seconds = initial if uptime > _HEALTHY_SECONDS else doubled
+        self.restart_at = now + self.backoff_seconds
 
 
 @dataclass(kw_only=True)
-class Service(Part):
-    """One of our own processes: a module that is run."""
+class Service(Component):
+    """One of the platform's own processes, run as a Python module."""
 
     module: str
     env: dict[str, str]
     stop_seconds: float
     is_ready: Callable[[], bool]
 
-    def _begin(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", self.module]
         return start_process(command, log=self.log, env=self.env, cwd=project_dir())
 
@@ -95,14 +103,14 @@ class Service(Part):
 
 
 @dataclass(kw_only=True)
-class Backend(Part):
-    """Postgres or Valkey. Started again, it goes on with its data under the same URL."""
+class Backend(Component):
+    """Postgres or Valkey; a restart keeps its data and its URL."""
 
-    open: Callable[[], Server]
+    start_server: Callable[[], Server]
     server: Server | None = None
 
-    def _begin(self) -> subprocess.Popen[bytes]:
-        self.server = self.open()
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self.server = self.start_server()
         return self.server.process
 
     def stop(self) -> None:
@@ -111,11 +119,11 @@ class Backend(Part):
 
     @property
     def url(self) -> str:
-        """The URL that clients use. Only after the first start."""
+        """The URL that clients use; only after the first start."""
         assert self.server is not None
         return self.server.url
 
 
 def project_dir() -> Path:
-    """Return the directory from which `services` imports, for a checkout that is not installed."""
+    """Return the directory from which `services` can be imported, for a checkout that is not installed."""
     return Path(__file__).resolve().parents[3]

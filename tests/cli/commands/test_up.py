@@ -1,4 +1,4 @@
-"""`stillhouse up` as a process: what it says, what it survives, what it leaves behind."""
+"""`stillhouse up` as a process: output, restarts, shutdown."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from services.cli.embedded.servers import Server, StartFailed
 from services.cli.embedded.supervisor import Backend, Service
 from services.shared.launch.processes import is_alive
 
-PARTS = {"postgres", "valkey", "trainer", "distiller", "api"}
+COMPONENTS = {"postgres", "valkey", "trainer", "distiller", "api"}
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Up:
     def url(self) -> str:
         return str(self.ready["url"])
 
-    def family(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
 
@@ -68,6 +69,10 @@ def _stop(up: Up, number: signal.Signals) -> None:
     up.process.stdout.close()
 
 
+def _is_logged(up: Up, text: str) -> bool:
+    return text in up.log.read_text()
+
+
 def _until(condition: Callable[[], bool], *, seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -77,8 +82,8 @@ def _until(condition: Callable[[], bool], *, seconds: float = 60) -> bool:
     return True
 
 
-def _refused(data_dir: Path, *options: str) -> str:
-    """Return what `up` says when it ends with code 1 at once."""
+def _error_output(data_dir: Path, *options: str) -> str:
+    """Return the standard error of `up`, which exits with code 1."""
     done = subprocess.run(
         _command(data_dir, *options), capture_output=True, text=True, check=False, timeout=60
     )
@@ -94,7 +99,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def crashed(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A first platform, given a dataset and then killed: what was left of it."""
+    """A first platform, which stores a dataset and is then killed."""
     up = _start(data_dir, tmp_path_factory.mktemp("first"))
     rows = "".join(json.dumps({"text": f"text {n}", "mood": "ab"[n % 2]}) + "\n" for n in range(40))
     answer = httpx.post(
@@ -103,7 +108,7 @@ def crashed(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         files={"file": ("kept.jsonl", rows)},
         timeout=60,
     )
-    members = up.family()
+    members = up.processes()
     _stop(up, signal.SIGKILL)
     gone = _until(lambda: not any(is_alive(member) for member in members), seconds=30)
     return {"answer": answer, "members": members, "gone": gone, "ready": up.ready}
@@ -113,20 +118,20 @@ def crashed(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def up(
     crashed: dict[str, Any], data_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Up]:
-    """The second platform, on the data directory of the one that was killed."""
+    """A second platform, on the data directory of the one that was killed."""
     found = _start(data_dir, tmp_path_factory.mktemp("second"))
     yield found
     if found.process.poll() is None:
         _stop(found, signal.SIGTERM)
 
 
-def test_every_part_runs_when_it_says_that_it_is_ready(crashed: dict[str, Any]) -> None:
-    assert set(crashed["ready"]["pids"]) == PARTS
+def test_every_component_runs_once_the_platform_is_ready(crashed: dict[str, Any]) -> None:
+    assert set(crashed["ready"]["pids"]) == COMPONENTS
     assert set(crashed["ready"]["pids"].values()) <= {member.pid for member in crashed["members"]}
 
 
-def test_not_one_process_is_left_of_a_platform_that_is_killed(crashed: dict[str, Any]) -> None:
-    assert len(crashed["members"]) > len(PARTS)
+def test_no_process_survives_a_platform_that_is_killed(crashed: dict[str, Any]) -> None:
+    assert len(crashed["members"]) > len(COMPONENTS)
     assert crashed["gone"], [member for member in crashed["members"] if is_alive(member)]
 
 
@@ -139,97 +144,97 @@ def test_a_second_platform_continues_with_the_data_of_the_first(
     assert [dataset["id"] for dataset in listed] == [stored.json()["id"]]
 
 
-def test_it_says_one_line_for_each_part_and_the_url(up: Up) -> None:
-    said = up.log.read_text().splitlines()
-    parts = {line.split()[0] for line in said if "ready  pid" in line}
-    assert parts == PARTS
-    assert f"Stillhouse is ready at {up.url}" in said[-1]
+def test_the_output_has_a_line_per_component_and_the_url(up: Up) -> None:
+    lines = up.log.read_text().splitlines()
+    parts = {line.split()[0] for line in lines if "ready  pid" in line}
+    assert parts == COMPONENTS
+    assert f"Stillhouse is ready at {up.url}" in lines[-1]
 
 
-def test_only_this_machine_can_connect(up: Up) -> None:
+def test_the_platform_listens_on_loopback_only(up: Up) -> None:
     listening = [
         connection.laddr.ip
-        for member in up.family()
+        for member in up.processes()
         for connection in member.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
     assert listening == ["127.0.0.1"]
 
 
-def test_a_data_directory_in_use_is_refused_by_name(up: Up, data_dir: Path) -> None:
-    said = _refused(data_dir)
-    assert f"A platform already runs on {data_dir} (pid {up.process.pid})" in said
+def test_a_data_directory_in_use_is_reported(up: Up, data_dir: Path) -> None:
+    said = _error_output(data_dir)
+    assert f"A platform is already running on {data_dir} (pid {up.process.pid})" in said
 
 
-def test_a_worker_that_dies_is_reported_and_started_again(up: Up) -> None:
+def test_a_worker_that_exits_is_reported_and_restarted(up: Up) -> None:
     os.kill(up.ready["pids"]["trainer"], signal.SIGKILL)
-    assert _until(lambda: "trainer runs again" in up.log.read_text())
-    assert "trainer ended with code -9" in up.log.read_text()
+    assert _until(lambda: "trainer restarted" in up.log.read_text())
+    assert "trainer exited with code -9" in up.log.read_text()
 
 
-def test_postgres_and_valkey_are_started_again_and_what_was_stored_is_there(up: Up) -> None:
+def test_postgres_and_valkey_are_restarted_with_their_data(up: Up) -> None:
     before = httpx.get(f"{up.url}/datasets").json()
     for name in ("postgres", "valkey"):
         os.kill(up.ready["pids"][name], signal.SIGKILL)
     for name in ("postgres", "valkey"):
-        assert _until(lambda name=name: f"{name} runs again" in up.log.read_text())
+        assert _until(partial(_is_logged, up, f"{name} restarted"))
     assert _until(lambda: httpx.get(f"{up.url}/readyz").status_code == 200)
     assert httpx.get(f"{up.url}/datasets").json() == before
 
 
-def test_sigterm_stops_everything_in_order_and_leaves_no_process(up: Up) -> None:
-    members = up.family()
+def test_sigterm_shuts_down_gracefully_and_leaves_no_process(up: Up) -> None:
+    members = up.processes()
     _stop(up, signal.SIGTERM)
     assert up.process.returncode == 0
     assert [member for member in members if is_alive(member)] == []
     assert "Stopped." in up.log.read_text()
-    # A server that was stopped in order has removed its pid file.
+    # A server that was shut down gracefully has removed its pid file.
     assert not (Path(up.ready["data_dir"]) / "postgres" / "postmaster.pid").exists()
 
 
-def test_a_busy_port_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        said = _refused(tmp_path / "data", "--port", str(port))
-    assert f"Port {port} cannot be used" in said
+        said = _error_output(tmp_path / "data", "--port", str(port))
+    assert f"Port {port} is not available" in said
 
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
-def test_a_data_directory_that_cannot_be_made_is_named(where: str, tmp_path: Path) -> None:
+def test_a_data_directory_that_cannot_be_created_is_reported(where: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert f"{tmp_path / where} cannot be written" in _refused(tmp_path / where)
+    assert f"{tmp_path / where} is not writable" in _error_output(tmp_path / where)
 
 
-def test_a_models_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    said = _refused(tmp_path / "data", "--models", str(tmp_path / "nowhere"), "--port", "0")
+def test_a_missing_models_directory_is_reported(tmp_path: Path) -> None:
+    said = _error_output(tmp_path / "data", "--models", str(tmp_path / "nowhere"), "--port", "0")
     assert f"--models {tmp_path / 'nowhere'} is not a directory" in said
 
 
-def test_a_server_that_does_not_come_up_is_tried_again_with_its_last_words(tmp_path: Path) -> None:
+def test_a_backend_that_does_not_start_is_retried_and_its_error_reported(tmp_path: Path) -> None:
     def refuse() -> Server:
         raise StartFailed("PANIC: could not write")
 
     dead = subprocess.Popen(["false"])
     dead.wait()
-    part = Backend(
+    backend = Backend(
         name="postgres",
         log=tmp_path / "log",
-        open=refuse,
+        start_server=refuse,
         process=dead,
         started_at=time.monotonic(),
     )
-    said: list[str] = []
-    part.look_after(said.append)
-    part.start_at = 0.0
-    part.look_after(said.append)
-    assert "postgres ended with code 1" in said[0]
-    assert "PANIC: could not write" in said[1]
-    assert part.pause == 4
+    messages: list[str] = []
+    backend.restart_if_exited(messages.append)
+    backend.restart_at = 0.0
+    backend.restart_if_exited(messages.append)
+    assert "postgres exited with code 1" in messages[0]
+    assert "PANIC: could not write" in messages[1]
+    assert backend.backoff_seconds == 4
 
 
-def test_a_service_that_keeps_dying_waits_longer_each_time(tmp_path: Path) -> None:
+def test_the_back_off_doubles_while_a_service_keeps_exiting(tmp_path: Path) -> None:
     service = Service(
         name="api",
         module="no_such_module",
@@ -238,13 +243,13 @@ def test_a_service_that_keeps_dying_waits_longer_each_time(tmp_path: Path) -> No
         stop_seconds=1,
         is_ready=lambda: False,
     )
-    said: list[str] = []
-    pauses = []
+    messages: list[str] = []
+    backoffs = []
     for _ in range(3):
         service.start()
         assert service.process is not None
         service.process.wait()
-        service.look_after(said.append)
-        pauses.append(service.pause)
-    assert pauses == [2, 4, 8]
-    assert "No module named no_such_module" in said[-1]
+        service.restart_if_exited(messages.append)
+        backoffs.append(service.backoff_seconds)
+    assert backoffs == [2, 4, 8]
+    assert "No module named no_such_module" in messages[-1]

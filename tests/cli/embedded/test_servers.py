@@ -24,7 +24,7 @@ def test_postgres_keeps_its_rows_over_a_restart(tmp_path: Path) -> None:
     second.stop()
 
 
-def test_postgres_starts_over_a_pid_file_whose_number_is_in_use_by_another_process(
+def test_postgres_starts_despite_a_pid_file_whose_pid_another_process_has_taken(
     tmp_path: Path,
 ) -> None:
     start_postgres(tmp_path, durable=False).stop()
@@ -41,14 +41,14 @@ def test_postgres_leaves_no_pid_file_behind_after_a_stop(tmp_path: Path) -> None
     assert not (tmp_path / "postgres" / "postmaster.pid").exists()
 
 
-def test_a_broken_cluster_is_reported_with_the_words_of_postgres(tmp_path: Path) -> None:
+def test_a_broken_cluster_is_reported_with_the_message_of_postgres(tmp_path: Path) -> None:
     start_postgres(tmp_path, durable=False).stop()
     (tmp_path / "postgres" / "PG_VERSION").write_text("11\n")
     with pytest.raises(StartFailed, match="initialized by PostgreSQL version 11"):
         start_postgres(tmp_path, durable=False)
 
 
-def test_valkey_keeps_its_messages_even_when_it_is_killed(tmp_path: Path) -> None:
+def test_valkey_keeps_its_messages_when_it_is_killed(tmp_path: Path) -> None:
     first = start_valkey(tmp_path)
     socket = first.url.removeprefix("redis+socket://")
     with redis.Redis(unix_socket_path=socket) as client:
@@ -62,7 +62,9 @@ def test_valkey_keeps_its_messages_even_when_it_is_killed(tmp_path: Path) -> Non
     second.stop()
 
 
-def test_a_long_data_directory_gets_its_sockets_in_a_short_private_one(tmp_path: Path) -> None:
+def test_a_data_directory_with_a_long_path_uses_a_short_private_socket_directory(
+    tmp_path: Path,
+) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     sockets = socket_dir(deep)

@@ -1,7 +1,7 @@
-"""One long-lived platform under faults: `stillhouse up`'s own parts and supervision, in this process.
+"""One long-lived platform for fault injection: the components and supervision of `stillhouse up`.
 
-Differences from `stillhouse up`, all of them set here: a killed part is started again after a second
-(not after a pause that grows to 30 s), workers reach Postgres through a proxy, leases last 8 s, and a
+Differences from `stillhouse up`, all of them set here: a killed component is restarted after a second
+(not after a back-off that grows to 30 s), workers reach Postgres through a proxy, leases last 8 s, and a
 second trainer competes for messages.
 """
 
@@ -23,14 +23,15 @@ from celery import Celery
 from sqlalchemy import text
 
 from services.cli.embedded.platform import Platform, start_platform
-from services.cli.embedded.supervisor import Part, Service
+from services.cli.embedded.supervisor import Backend, Component, Service
 from services.shared.jobs.db.connection import transaction
 from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import make_celery
 from services.shared.jobs.settings import JobSettings
 from services.shared.launch.processes import RUN_MARK, is_alive
-from tests.faults.proxy import Proxy, until
+from tests.faults.proxy import PostgresProxy
+from tests.faults.waiting import wait_until
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ WORKERS = ("trainer", "trainer2", "distiller")
 
 @dataclass
 class RankProcess:
-    """A process that carries the mark of a run."""
+    """A process with the environment variable that marks a run."""
 
     process: psutil.Process
     job_id: str
@@ -57,11 +58,11 @@ class RankProcess:
 
 
 @dataclass
-class House:
-    """The platform, and the harness's own undisturbed way to its database and broker."""
+class PlatformHarness:
+    """The platform, and connections to its database and broker that no fault affects."""
 
     root: Path
-    is_crowded: bool = True  # with a second trainer, and a proxy before the workers' database
+    has_second_trainer: bool = True  # and a proxy between the workers and the database
     log: list[str] = field(default_factory=list)
 
     def start(self) -> None:
@@ -71,7 +72,7 @@ class House:
         self.root.mkdir(parents=True, exist_ok=True)
         self._ready, self._stopping = threading.Event(), threading.Event()
         self._failure = ""
-        # Parts die with the thread that started them: this one lives as long as they.
+        # Components end with the thread that started them, so this thread outlives them.
         self._thread = threading.Thread(target=self._supervise, daemon=True)
         self._thread.start()
         self._ready.wait(300)
@@ -79,7 +80,7 @@ class House:
         assert not self._failure, self._failure
 
     def stop(self) -> None:
-        """Stop every part and wait for it."""
+        """Stop every component and wait for it."""
         self._stopping.set()
         self._thread.join(240)
         for name, value in self._environment.items():
@@ -92,37 +93,38 @@ class House:
         if hasattr(self, "store"):
             self.store.engine.dispose()
 
-    def say(self, line: str) -> None:
-        """Keep a line of the supervision with its time."""
+    def notify(self, line: str) -> None:
+        """Log a message of the supervision with its time."""
         stamped = f"{time.strftime('%H:%M:%S')} {line}"
         self.log.append(stamped)
         with (self.root / "supervision.log").open("a") as file:
             file.write(stamped + "\n")
 
-    def part(self, name: str) -> Part:
-        return next(part for part in self.platform.parts if part.name == name)
+    def component(self, name: str) -> Component:
+        return next(each for each in self.platform.components if each.name == name)
 
-    def signal_part(self, name: str, number: signal.Signals = signal.SIGKILL) -> int | None:
-        """Signal a part that runs; return its pid, or None where it is down already."""
-        part = self.part(name)
-        if part.start_at is not None or part.process is None or part.process.poll() is not None:
+    def signal_component(self, name: str, number: signal.Signals = signal.SIGKILL) -> int | None:
+        """Signal a running component; return its pid, or None where it is down already."""
+        component = self.component(name)
+        if component.process is None or not component.is_running:
             return None
-        os.kill(part.process.pid, number)
-        return part.process.pid
+        os.kill(component.process.pid, number)
+        return component.process.pid
 
     def is_up(self, name: str) -> bool:
-        part = self.part(name)
-        running = part.start_at is None and part.process is not None
-        if not running or part.process is None or part.process.poll() is not None:
+        component = self.component(name)
+        if not component.is_running:
             return False
-        return not isinstance(part, Service) or part.is_ready()
+        return not isinstance(component, Service) or component.is_ready()
 
     def wait_until_up(self, *, seconds: float = 120) -> bool:
-        """Wait until every part runs and the API says that it is ready."""
-        return until(lambda: all(map(self.is_up, self.platform.pids)), seconds=seconds, pause=0.2)
+        """Wait until every component runs and the API is ready."""
+        return wait_until(
+            lambda: all(map(self.is_up, self.platform.pids)), seconds=seconds, pause=0.2
+        )
 
     def rank_processes(self) -> list[RankProcess]:
-        """Return the living processes of any run of this platform, by the mark they carry."""
+        """Return the living processes of all runs of this platform, by their environment."""
         prefix = f"{RUN_MARK}={self.settings.runs_dir}/".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -145,21 +147,21 @@ class House:
         return found
 
     def execute(self, statement: str, **values: object) -> list[tuple[object, ...]]:
-        """Run one SQL statement on the harness's own connection, waiting for Postgres if need be."""
+        """Run one SQL statement on a connection of the harness, waiting for Postgres if necessary."""
 
         def once() -> list[tuple[object, ...]]:
             with transaction(self.store.engine) as session:
                 result = session.execute(text(statement), values)
                 return [tuple(row) for row in result] if result.returns_rows else []  # type: ignore[attr-defined]
 
-        return self.patiently(once)
+        return self.retry_while_unavailable(once)
 
-    def patiently(self, ask: Callable[[], T], *, seconds: float = 90) -> T:
-        """Return the answer of the database, asked again while it is away."""
+    def retry_while_unavailable(self, query: Callable[[], T], *, seconds: float = 90) -> T:
+        """Return the result of a query, repeated while the database is unavailable."""
         deadline = time.monotonic() + seconds
         while True:
             try:
-                return ask()
+                return query()
             except Unavailable:
                 if time.monotonic() > deadline:
                     raise
@@ -168,21 +170,21 @@ class House:
     def _supervise(self) -> None:
         platform: Platform | None = None
         try:
-            platform = start_platform(self.root / "data", port=0, models=[], say=self.say)
-            self._furnish(platform)
+            platform = start_platform(self.root / "data", port=0, models=[], notify=self.notify)
+            self._configure(platform)
             self._ready.set()
             while not self._stopping.wait(0.1):
-                platform.look_after(self.say)
+                platform.restart_exited(self.notify)
         except Exception:  # noqa: BLE001  (the thread's boundary: `start` and the campaign report it)
             self._failure = traceback.format_exc()
-            self.say(self._failure)
+            self.notify(self._failure)
             self._ready.set()
         finally:
             if platform is not None:
                 platform.stop()
 
     def _add_trainer(self, platform: Platform) -> None:
-        trainer = next(part for part in platform.parts if part.name == "trainer")
+        trainer = next(each for each in platform.components if each.name == "trainer")
         assert isinstance(trainer, Service)
         ready = platform.data_dir / "run" / "trainer2.ready"
         second = Service(
@@ -193,28 +195,33 @@ class House:
             stop_seconds=trainer.stop_seconds,
             is_ready=ready.exists,
         )
-        platform.stops.callback(second.stop)
-        platform.parts.append(second)
+        platform.exit_stack.callback(second.stop)
+        platform.components.append(second)
 
-    def _furnish(self, platform: Platform) -> None:
-        """Put the proxy before the workers' database, add a trainer, shorten the pauses."""
+    def _configure(self, platform: Platform) -> None:
+        """Connect the workers through the proxy, add a trainer and shorten the back-off."""
         self.platform, self.url = platform, platform.url
-        database_url = platform.parts[0].url  # type: ignore[attr-defined]
+        postgres, valkey = platform.components[:2]
+        assert isinstance(postgres, Backend)
+        assert isinstance(valkey, Backend)
+        database_url = postgres.url
         sockets = Path(database_url.split("host=", 1)[1])
-        self.proxy = Proxy(sockets / ".s.PGSQL.5432")
-        if self.is_crowded:
+        self.proxy = PostgresProxy(sockets / ".s.PGSQL.5432")
+        if self.has_second_trainer:
             self._add_trainer(platform)
-        through = f"postgresql+psycopg://postgres@127.0.0.1:{self.proxy.port}/stillhouse"
-        for part in platform.parts:
-            part.pause, part.longest_pause = 0.5, 1.0
-            if self.is_crowded and part.name in WORKERS and isinstance(part, Service):
-                part.stop()
-                part.env["STILLHOUSE_DATABASE_URL"] = through
-                Path(part.env["STILLHOUSE_READY_FILE"]).unlink(missing_ok=True)
-                part.start()
+        proxied_url = f"postgresql+psycopg://postgres@127.0.0.1:{self.proxy.port}/stillhouse"
+        for component in platform.components:
+            component.backoff_seconds, component.max_backoff_seconds = 0.5, 1.0
+            if not self.has_second_trainer or component.name not in WORKERS:
+                continue
+            assert isinstance(component, Service)
+            component.stop()
+            component.env["STILLHOUSE_DATABASE_URL"] = proxied_url
+            Path(component.env["STILLHOUSE_READY_FILE"]).unlink(missing_ok=True)
+            component.start()
         self.settings = JobSettings(
             database_url=database_url,
-            broker_url=platform.parts[1].url,  # type: ignore[attr-defined]
+            broker_url=valkey.url,
             data_dir=platform.data_dir,
             lease_seconds=LEASE_SECONDS,
         )

@@ -1,6 +1,8 @@
-"""A rank without torch that trains six steps with a checkpoint after each second one: RUN_DIR.
+"""A stub rank without torch: six steps, with a checkpoint after every second one.
 
-It goes on from `resume_dir` as the real loops do. The job's name says when it kills itself in its
+    python stub_rank.py RUN_DIR
+
+It resumes from `resume_dir` as the real loops do. The job's name says when it kills itself in its
 first attempt: `killed_after_<step>` or `killed_in_export`.
 """
 
@@ -20,30 +22,30 @@ STEPS = 6
 
 def main() -> None:
     run = Path(sys.argv[1])
-    given: dict[str, Any] = json.loads((run / "spec.json").read_text())
-    name = given["spec"]["name"] if given["attempt"] == 1 else ""
-    tell(run, phase="loading")
-    step = resumed(given["resume_dir"])
-    tell(run, phase="training", step=step)
+    run_input: dict[str, Any] = json.loads((run / "spec.json").read_text())
+    name = run_input["spec"]["name"] if run_input["attempt"] == 1 else ""
+    report_progress(run, phase="loading")
+    step = checkpointed_step(run_input["resume_dir"])
+    report_progress(run, phase="training", step=step)
     while step < STEPS:
         step += 1
-        tell(run, phase="training", step=step, loss=0.5)
+        report_progress(run, phase="training", step=step, loss=0.5)
         if step % 2 == 0:
-            tell(run, phase="saving", step=step)
+            report_progress(run, phase="saving", step=step)
             saved = run / "checkpoints" / f"step-{step:08d}"
             saved.mkdir(parents=True)
             (saved / "COMPLETE").touch()
-            tell(run, phase="training")
+            report_progress(run, phase="training")
         if name == f"killed_after_{step}":
             os.kill(os.getpid(), signal.SIGKILL)
-    tell(run, phase="exporting")
+    report_progress(run, phase="exporting")
     if name == "killed_in_export":
         os.kill(os.getpid(), signal.SIGKILL)
     export(run)
-    tell(run, phase="finishing")
+    report_progress(run, phase="finishing")
 
 
-def resumed(directory: str | None) -> int:
+def checkpointed_step(directory: str | None) -> int:
     places = Path(directory).glob("step-*/COMPLETE") if directory else []
     return max((int(place.parent.name.removeprefix("step-")) for place in places), default=0)
 
@@ -63,7 +65,7 @@ def export(run: Path) -> None:
     (run / "report.json").write_text(json.dumps(report))
 
 
-def tell(run: Path, **fields: object) -> None:
+def report_progress(run: Path, **fields: object) -> None:
     with (run / "progress.jsonl").open("a") as file:
         file.write(json.dumps({"time": time.time()} | fields) + "\n")
 
