@@ -1,4 +1,4 @@
-"""What docker compose makes of compose.yaml and its overlays; no engine is needed for that."""
+"""compose.yaml and its overlays as docker compose merges them; no engine is needed."""
 
 from __future__ import annotations
 
@@ -47,15 +47,17 @@ WORKERS = ["trainer", "distiller"]
 def _has_compose() -> bool:
     if shutil.which("docker") is None:
         return False
-    asked = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
-    return asked.returncode == 0
+    version = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    return version.returncode == 0
 
 
 pytestmark = pytest.mark.skipif(not _has_compose(), reason="docker compose is not installed")
 
 
-def ask(directory: Path, *overlays: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Let compose merge the files with these variables and no others."""
+def compose_config(
+    directory: Path, *overlays: str, env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run `docker compose config` on the files with these variables and no others."""
     empty = directory / "no.env"
     empty.touch()
     command = ["docker", "compose", "--env-file", str(empty)]
@@ -70,16 +72,16 @@ def merged(directory: Path, *overlays: str, **more: str) -> dict[str, Any]:
     env = dict(BASE)
     for overlay in overlays:
         env |= OVERLAYS[overlay]
-    done = ask(directory, *overlays, env=env | more)
+    done = compose_config(directory, *overlays, env=env | more)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 @pytest.mark.parametrize("missing", BASE)
-def test_a_missing_variable_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
+def test_a_missing_variable_is_refused_and_named(tmp_path: Path, missing: str) -> None:
     env = {name: value for name, value in BASE.items() if name != missing}
-    done = ask(tmp_path, env=env)
+    done = compose_config(tmp_path, env=env)
     assert done.returncode != 0
     assert missing in done.stderr
 
@@ -88,11 +90,11 @@ def test_a_missing_variable_is_refused_by_its_name(tmp_path: Path, missing: str)
     ("overlay", "missing"),
     [(overlay, name) for overlay, names in OVERLAYS.items() for name in names],
 )
-def test_a_missing_variable_of_an_overlay_is_refused_by_its_name(
+def test_a_missing_variable_of_an_overlay_is_refused_and_named(
     tmp_path: Path, overlay: str, missing: str
 ) -> None:
     env = {name: value for name, value in OVERLAYS[overlay].items() if name != missing}
-    done = ask(tmp_path, overlay, env=BASE | env)
+    done = compose_config(tmp_path, overlay, env=BASE | env)
     assert done.returncode != 0
     assert missing in done.stderr
 
@@ -120,7 +122,7 @@ def test_nothing_is_privileged_or_shares_a_namespace_of_the_host(
 
 
 @pytest.mark.parametrize("overlays", [[], *[[name] for name in ACCELERATORS]])
-def test_our_own_services_hold_no_capability_but_what_an_overlay_adds(
+def test_our_services_have_only_the_capabilities_that_an_overlay_adds(
     tmp_path: Path, overlays: list[str]
 ) -> None:
     services = merged(tmp_path, *overlays)["services"]
@@ -130,7 +132,7 @@ def test_our_own_services_hold_no_capability_but_what_an_overlay_adds(
     assert held == (set(WORKERS) if overlays else set())
 
 
-def test_services_wait_until_what_they_need_is_healthy(tmp_path: Path) -> None:
+def test_services_wait_until_their_dependencies_are_healthy(tmp_path: Path) -> None:
     services = merged(tmp_path)["services"]
     wanted = {
         "postgres": "service_healthy",
@@ -148,7 +150,7 @@ def test_every_service_has_a_memory_limit_and_rotates_its_log(tmp_path: Path) ->
         assert service["logging"]["options"].keys() == {"max-size", "max-file"}
 
 
-def test_a_worker_may_stop_for_longer_than_its_ranks_may_save(tmp_path: Path) -> None:
+def test_a_worker_may_take_longer_to_stop_than_its_ranks_to_save(tmp_path: Path) -> None:
     service = merged(tmp_path)["services"]["trainer"]
     saving = float(service["environment"]["STILLHOUSE_STOP_GRACE_SECONDS"])
     assert saving == JobSettings.model_fields["stop_grace_seconds"].default
@@ -156,7 +158,7 @@ def test_a_worker_may_stop_for_longer_than_its_ranks_may_save(tmp_path: Path) ->
     assert saving + 35 < 180  # 35 s: from SIGTERM to torchrun until the last rank is killed
 
 
-def test_the_api_learns_the_memory_of_the_workers(tmp_path: Path) -> None:
+def test_the_api_gets_the_memory_limit_of_the_workers(tmp_path: Path) -> None:
     services = merged(tmp_path, WORKER_MEMORY="48GiB")["services"]
     assert services["api"]["environment"]["STILLHOUSE_HOST_MEMORY"] == "48GiB"
     assert {services[name]["mem_limit"] for name in WORKERS} == {str(48 * 2**30)}
@@ -169,14 +171,14 @@ def test_threads_are_passed_on_only_where_they_are_set(tmp_path: Path) -> None:
     assert chosen["OMP_NUM_THREADS"] == "1"
 
 
-def test_passwords_reach_only_those_who_need_them(tmp_path: Path) -> None:
+def test_only_services_that_need_a_password_get_it(tmp_path: Path) -> None:
     services = merged(tmp_path)["services"]
-    told = {
+    holders = {
         name
         for name, service in services.items()
         if "for-redis" in json.dumps([service.get("environment"), service.get("command")])
     }
-    assert told == {"redis", "api", *WORKERS}
+    assert holders == {"redis", "api", *WORKERS}
 
 
 def test_the_api_keys_come_as_a_secret(tmp_path: Path) -> None:
@@ -185,7 +187,7 @@ def test_the_api_keys_come_as_a_secret(tmp_path: Path) -> None:
     assert [secret["source"] for secret in found["services"]["api"]["secrets"]] == ["api_keys"]
 
 
-def test_a_directory_of_models_that_is_absent_fails_at_start(tmp_path: Path) -> None:
+def test_a_missing_directory_of_models_fails_at_start(tmp_path: Path) -> None:
     for name in ("api", *WORKERS):
         volumes = merged(tmp_path)["services"][name]["volumes"]
         models = next(volume for volume in volumes if volume["target"] == "/models")
@@ -194,7 +196,7 @@ def test_a_directory_of_models_that_is_absent_fails_at_start(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("worker", WORKERS)
-def test_a_dcu_driver_that_is_absent_fails_at_start(tmp_path: Path, worker: str) -> None:
+def test_a_missing_dcu_driver_fails_at_start(tmp_path: Path, worker: str) -> None:
     volumes = merged(tmp_path, "dcu")["services"][worker]["volumes"]
     assert [volume["target"] for volume in volumes] == ["/data", "/models", "/opt/hyhal"]
     hyhal = volumes[2]
@@ -204,16 +206,14 @@ def test_a_dcu_driver_that_is_absent_fails_at_start(tmp_path: Path, worker: str)
 
 @pytest.mark.parametrize("worker", WORKERS)
 @pytest.mark.parametrize("overlay", ["dcu", "rocm"])
-def test_groups_are_numbers_of_the_host(tmp_path: Path, overlay: str, worker: str) -> None:
+def test_groups_are_ids_of_the_host(tmp_path: Path, overlay: str, worker: str) -> None:
     names = OVERLAYS[overlay]
     service = merged(tmp_path, overlay)["services"][worker]
     assert service["group_add"] == [names["VIDEO_GID"], names["RENDER_GID"]]
 
 
 @pytest.mark.parametrize("worker", WORKERS)
-def test_a_dcu_worker_gets_its_devices_and_what_the_runtime_needs(
-    tmp_path: Path, worker: str
-) -> None:
+def test_a_dcu_worker_gets_its_devices_and_runtime_settings(tmp_path: Path, worker: str) -> None:
     service = merged(tmp_path, "dcu")["services"][worker]
     devices = [device["source"] for device in service["devices"]]
     assert devices == ["/dev/kfd", "/dev/dri", "/dev/mkfd"]
@@ -222,7 +222,7 @@ def test_a_dcu_worker_gets_its_devices_and_what_the_runtime_needs(
     assert service["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
     assert int(service["shm_size"]) == 64 * 2**30
     assert service["environment"]["HIP_VISIBLE_DEVICES"] == "0,1"
-    # Beside HIP_VISIBLE_DEVICES each of these hides every card or aborts the start.
+    # Together with HIP_VISIBLE_DEVICES each of these hides every card or aborts the start.
     assert not {"ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"} & service["environment"].keys()
 
 
@@ -263,7 +263,7 @@ def test_a_worker_is_built_for_its_accelerator(tmp_path: Path, overlay: str, bac
         assert build["args"]["TORCH_BACKEND"] == backend
 
 
-def test_the_nodes_of_a_cluster_reach_the_first_one_by_its_address(tmp_path: Path) -> None:
+def test_the_nodes_of_a_cluster_connect_to_the_address_of_the_first(tmp_path: Path) -> None:
     found = merged(tmp_path, "dcu", "cluster")
     for name in ("api", *WORKERS):
         environment = found["services"][name]["environment"]

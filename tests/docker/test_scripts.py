@@ -1,4 +1,4 @@
-"""The shell scripts that start services and ask for their health."""
+"""The shell scripts that start services and check their health."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     "name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
 )
-def test_an_empty_list_of_devices_is_no_list(name: str) -> None:
+def test_an_empty_list_of_devices_is_unset(name: str) -> None:
     assert name not in run("entrypoint", "env", **{name: ""}).stdout
     assert f"{name}=1" in run("entrypoint", "env", **{name: "1"}).stdout
 
@@ -44,12 +44,12 @@ def test_no_command_is_refused() -> None:
     assert "name a service" in done.stderr
 
 
-def test_a_worker_that_swept_lately_is_healthy(tmp_path: Path) -> None:
+def test_a_worker_with_a_recent_sweep_is_healthy(tmp_path: Path) -> None:
     (tmp_path / "alive").touch()
     assert run("health", "worker", STILLHOUSE_ALIVE_FILE=str(tmp_path / "alive")).returncode == 0
 
 
-def test_a_worker_whose_sweeps_fail_is_not(tmp_path: Path) -> None:
+def test_a_worker_whose_sweeps_fail_is_unhealthy(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     alive.touch()
     os.utime(alive, (time.time() - 500, time.time() - 500))
@@ -58,7 +58,7 @@ def test_a_worker_whose_sweeps_fail_is_not(tmp_path: Path) -> None:
     assert "no sweep has succeeded" in done.stdout
 
 
-def test_a_worker_that_never_swept_is_not(tmp_path: Path) -> None:
+def test_a_worker_that_never_swept_is_unhealthy(tmp_path: Path) -> None:
     assert run("health", "worker", STILLHOUSE_ALIVE_FILE=str(tmp_path / "alive")).returncode != 0
 
 

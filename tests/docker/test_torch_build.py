@@ -1,4 +1,4 @@
-"""Keeping a vendor's torch: what the build scripts say about distributions that lie on a path."""
+"""Keeping a vendor's torch: what torch_build.py reports about the distributions on a path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add(site: Path, name: str, version: str) -> None:
     )
 
 
-def ask(
+def run_script(
     site: Path, *arguments: str, given: str = "", code: int = 0
 ) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
@@ -49,16 +49,16 @@ def ask(
 
 
 def test_a_build_is_described_without_being_imported(site: Path) -> None:
-    line = ask(site, "describe").stdout
+    line = run_script(site, "describe").stdout
     assert line == "torch 2.5.1+das.opt1.dtk2604 hip=6.3.26045 cuda=None\n"
 
 
-def test_an_image_without_torch_is_described_by_nothing(tmp_path: Path) -> None:
-    assert ask(tmp_path, "describe").stdout.strip() == ""
+def test_an_image_without_torch_has_an_empty_description(tmp_path: Path) -> None:
+    assert run_script(tmp_path, "describe").stdout.strip() == ""
 
 
-def test_the_vendor_s_packages_are_pinned_to_what_they_are(site: Path) -> None:
-    assert ask(site, "pins").stdout.splitlines() == [
+def test_the_vendors_packages_are_pinned_to_their_versions(site: Path) -> None:
+    assert run_script(site, "pins").stdout.splitlines() == [
         "flash-attn==2.8.3+das.opt1.dtk2604.torch251",
         "numpy==1.25.0",
         "torch==2.5.1+das.opt1.dtk2604",
@@ -69,11 +69,11 @@ def test_our_own_pins_for_them_are_dropped(site: Path) -> None:
     ours = (
         "fastapi==0.165.0\nflash_attn==1\nnumpy==2.4.6\n# numpy\ntorch==2.13.0\ntorchmetrics==1\n"
     )
-    kept = ask(site, "without-pins", given=ours).stdout
+    kept = run_script(site, "without-pins", given=ours).stdout
     assert kept == "fastapi==0.165.0\n# numpy\ntorchmetrics==1\n"
 
 
-def test_of_two_builds_the_one_that_is_imported_counts(site: Path, tmp_path: Path) -> None:
+def test_of_two_builds_the_imported_one_is_described(site: Path, tmp_path: Path) -> None:
     over = tmp_path / "venv"
     over.mkdir()
     add(over, "torch", "2.5.1")
@@ -98,7 +98,7 @@ def test_of_two_builds_the_one_that_is_imported_counts(site: Path, tmp_path: Pat
     ],
 )
 def test_a_build_for_the_right_accelerator_passes(tmp_path: Path, backend: str, line: str) -> None:
-    ask(tmp_path, "require", backend, line)
+    run_script(tmp_path, "require", backend, line)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_build_for_the_right_accelerator_passes(tmp_path: Path, backend: str, 
         ("dcu", "torch 2.5.1 hip=6.3 cuda=None", "hip and cuda are known"),
     ],
 )
-def test_a_build_for_another_accelerator_ends_the_image_build(
+def test_a_build_for_another_accelerator_fails_the_image_build(
     tmp_path: Path, backend: str, line: str, complaint: str
 ) -> None:
-    assert complaint in ask(tmp_path, "require", backend, line, code=1).stderr
+    assert complaint in run_script(tmp_path, "require", backend, line, code=1).stderr

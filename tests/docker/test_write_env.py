@@ -1,4 +1,4 @@
-"""`make env`: what it finds on a machine, and what it leaves alone."""
+"""`make env`: what it detects on a machine, and which values it keeps."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_mkfd_is_replaced_where_the_host_has_none(tmp_path: Path) -> None:
     assert (found["HYHAL_PATH"], found["DCU_MKFD"]) == ("/usr/local/hyhal", "/dev/null")
 
 
-def test_a_hygon_machine_without_its_driver_still_asks_for_it(tmp_path: Path) -> None:
+def test_a_hygon_machine_without_its_driver_still_requires_it(tmp_path: Path) -> None:
     touch(tmp_path, "dev/kfd", "dev/mkfd")
     assert write_env.devices(tmp_path)["HYHAL_PATH"] == "/opt/hyhal"
 
 
-def test_an_amd_machine_is_not_taken_for_a_hygon_one(tmp_path: Path) -> None:
+def test_an_amd_machine_is_not_mistaken_for_a_hygon_one(tmp_path: Path) -> None:
     touch(tmp_path, "dev/kfd", "dev/dri/renderD128")
     found = write_env.devices(tmp_path)
     assert found["COMPOSE_FILE"] == "compose.yaml:compose.rocm.yaml"
@@ -67,7 +67,7 @@ def test_a_second_run_keeps_every_value_and_the_key(tmp_path: Path) -> None:
     )
 
 
-def test_what_an_operator_wrote_is_kept(tmp_path: Path) -> None:
+def test_values_of_the_operator_are_kept(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("# ours\nWORKER_MEMORY=9GiB\nAPI_PORT=81")
     write_env.main(tmp_path)
     text = (tmp_path / ".env").read_text()
@@ -75,14 +75,12 @@ def test_what_an_operator_wrote_is_kept(tmp_path: Path) -> None:
     assert text.count("WORKER_MEMORY=") == 1
 
 
-def test_only_its_owner_reads_the_env_file(tmp_path: Path) -> None:
+def test_only_its_owner_can_read_the_env_file(tmp_path: Path) -> None:
     write_env.main(tmp_path)
     assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
 
 
-def test_the_key_that_is_printed_opens_the_door(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_printed_key_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_env.main(tmp_path)
     key = capsys.readouterr().out.partition("is stored): ")[2].split()[0]
     assert read_keys(tmp_path / ".secrets/api_keys.json").find(key) is not None

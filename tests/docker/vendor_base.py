@@ -46,7 +46,7 @@ _SHOW = (
 
 
 def main() -> None:
-    """Build the base, a worker on it, and ask the worker what it carries."""
+    """Build the base and a worker on it, and check the worker's packages."""
     if shutil.which("docker") is None:
         sys.exit("vendor_base: docker was not found")
     try:

@@ -19,7 +19,7 @@ TAGS = Head(name="tags", type=HeadType.MULTI_LABEL, labels=["x", "y"])
 
 
 def draw(scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return logits that are `scale` times too sure of themselves, and labels."""
+    """Return logits that are overconfident by a factor of `scale`, and labels."""
     generator = np.random.default_rng(0)
     honest = generator.normal(0, 2, size=(20_000, 2))
     share = 1 / (1 + np.exp(honest[:, 0] - honest[:, 1]))
@@ -57,7 +57,7 @@ def test_a_multi_label_head_is_calibrated_class_by_class() -> None:
     assert calibration_error(TAGS, both, truth, temperature=4.0) < 0.01
 
 
-def test_texts_without_labels_do_not_count() -> None:
+def test_texts_without_labels_are_ignored() -> None:
     logits, labels = draw(2.0)
     labels[10_000:] = -100
     logits[10_000:] = 1e6
@@ -70,7 +70,7 @@ def test_no_labels_leave_the_temperature_at_one() -> None:
     assert calibration_error(MOOD, *nothing, temperature=1.0) == 0.0
 
 
-def test_a_head_without_a_mistake_on_few_texts_is_not_made_too_sure() -> None:
+def test_a_head_without_a_mistake_on_few_texts_does_not_become_overconfident() -> None:
     logits = np.tile([0.0, 2.0], (40, 1))
     temperature = fit_temperature(MOOD, logits, np.ones(40, dtype=np.int32))
     confidence = 1 / (1 + np.exp(-2 / temperature))
@@ -102,7 +102,7 @@ def test_a_fitted_threshold_has_the_highest_f1_of_all() -> None:
     assert found[0].f1 > plain[0].f1 + 0.2
 
 
-def test_of_equally_good_thresholds_the_one_nearest_to_a_half_is_taken() -> None:
+def test_of_equally_good_thresholds_the_one_nearest_to_a_half_is_used() -> None:
     truth = np.arange(40) % 2
     apart = np.where(truth, 3.0, -3.0)  # every threshold between is right
     labels = np.stack([truth, 1 - truth], axis=1).astype(np.float32)
@@ -128,7 +128,7 @@ def test_a_label_with_too_few_examples_keeps_a_half(flip: bool) -> None:
     assert found[1]["x"] != 0.5
 
 
-def test_a_head_that_has_learnt_nothing_keeps_a_half() -> None:
+def test_an_uninformative_head_keeps_thresholds_of_a_half() -> None:
     labels = (np.arange(80).reshape(40, 2) % 3 == 0).astype(np.float32)
     assert fit_thresholds(TAGS, np.full((40, 2), -1.0), labels) == {"x": 0.5, "y": 0.5}
 

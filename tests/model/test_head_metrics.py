@@ -22,11 +22,11 @@ def test_a_single_label_head_is_counted_by_hand() -> None:
     assert blue.support == 2
     assert (green.precision, green.recall) == pytest.approx((2 / 3, 1))
     assert red.support == 0
-    # red occurs neither among labels nor answers, so it does not count.
+    # red occurs neither among labels nor predictions, so it does not count.
     assert found.macro_f1 == pytest.approx((2 / 3 + 0.8) / 2)
 
 
-def test_a_class_that_is_answered_but_never_true_pulls_the_macro_f1_down() -> None:
+def test_a_class_that_is_predicted_but_never_true_lowers_the_macro_f1() -> None:
     found = head_metrics(COLOUR, predicted=np.array([0, 2]), labels=np.array([0, 0]))
     assert found.macro_f1 == pytest.approx((2 / 3 + 0) / 2)
 
@@ -41,7 +41,7 @@ def test_a_multi_label_head_is_counted_by_hand() -> None:
     assert found.macro_f1 == pytest.approx((0.8 + 0) / 2)
 
 
-def test_answers_are_the_largest_logit_or_those_above_zero() -> None:
+def test_predictions_are_the_largest_logit_or_those_above_zero() -> None:
     assert predict(COLOUR, np.array([[0.1, 0.3, 0.2]])).tolist() == [1]
     assert predict(TAGS, np.array([[0.1, -0.1]])).tolist() == [[True, False]]
 

@@ -63,7 +63,7 @@ def test_each_head_gets_its_own_sum() -> None:
     assert {name: int(loss.count) for name, loss in losses.items()} == {"mood": 1, "tags": 2}
 
 
-def test_balanced_weights_let_each_class_weigh_the_same() -> None:
+def test_balanced_weights_give_each_class_the_same_influence() -> None:
     labels = {
         "mood": np.array([0, 0, 0, 1, -100]),
         "tags": np.array([[1, 0], [0, 0], [0, 1], [0, 1], [NAN, NAN]]),

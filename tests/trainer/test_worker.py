@@ -108,7 +108,9 @@ def _until(condition: Callable[[], bool], *, seconds: float = 60) -> bool:
     return True
 
 
-def test_a_job_that_succeeds_leaves_a_model_and_tells_its_way(store: Store, direct: None) -> None:
+def test_a_successful_job_registers_a_model_and_records_its_phases(
+    store: Store, direct: None
+) -> None:
     job = _job(store, "succeed")
     _run(store, job.id)
     job = store.job(job.id)
@@ -121,14 +123,14 @@ def test_a_job_that_succeeds_leaves_a_model_and_tells_its_way(store: Store, dire
     assert EventType.EVALUATION in {event.type for event in store.events(job.id)}
 
 
-def test_checkpoints_are_dropped_once_the_model_is_registered(store: Store, direct: None) -> None:
+def test_checkpoints_are_deleted_once_the_model_is_registered(store: Store, direct: None) -> None:
     job = _job(store, "succeed")
     _run(store, job.id)
     assert (store.settings.run_dir(job.id, 1) / "report.json").exists()
     assert not (store.settings.run_dir(job.id, 1) / "checkpoints").exists()
 
 
-def test_a_message_that_comes_twice_runs_the_job_once(store: Store, direct: None) -> None:
+def test_a_redelivered_message_runs_the_job_once(store: Store, direct: None) -> None:
     job = _job(store, "succeed")
     _run(store, job.id)
     _run(store, job.id)
@@ -142,7 +144,7 @@ def test_success_without_an_artifact_is_a_failure(store: Store, direct: None) ->
     assert (job.state, job.reason, job.model_id) == (JobState.FAILED, Reason.CRASHED, None)
 
 
-def test_a_rank_that_is_killed_is_named(store: Store) -> None:
+def test_a_killed_rank_is_named(store: Store) -> None:
     job = _job(store, "be_killed", max_attempts=1)
     _run(store, job.id)
     (attempt,) = store.attempts(job.id)
@@ -150,7 +152,7 @@ def test_a_rank_that_is_killed_is_named(store: Store) -> None:
     assert "SIGKILL" in str(attempt.message)
 
 
-def test_a_rank_killed_by_the_kernel_is_told_from_any_other_kill(
+def test_a_rank_killed_by_the_kernel_is_distinguished_from_any_other_kill(
     store: Store, small_cgroup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CGROUP", str(small_cgroup))
@@ -158,13 +160,13 @@ def test_a_rank_killed_by_the_kernel_is_told_from_any_other_kill(
     run = store.settings.run_dir(job.id, 1)
     seen: list[int] = []
 
-    def let_go_after_a_look_at_its_cgroup() -> bool:
+    def release_after_three_checks() -> bool:
         seen.extend([1] if (run / "in_cgroup").exists() else [])
-        if len(seen) == 3:  # a heartbeat looks, and comes more often than this is asked
+        if len(seen) == 3:  # heartbeats read the cgroup more often than this is called
             (run / "go").touch()
         return False
 
-    _run(store, job.id, stopping=let_go_after_a_look_at_its_cgroup)
+    _run(store, job.id, stopping=release_after_three_checks)
     job = store.job(job.id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.HOST_OUT_OF_MEMORY)
     assert store.attempts(job.id)[0].failed_rank == 0
@@ -172,7 +174,7 @@ def test_a_rank_killed_by_the_kernel_is_told_from_any_other_kill(
     assert job.diagnosis["cause"] == "host_memory"
 
 
-def test_a_fault_of_the_worker_itself_ends_the_job_and_says_so(
+def test_a_fault_of_the_worker_itself_fails_the_job_and_is_reported(
     store: Store, direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reach_verdict(*args: object, **kwargs: object) -> None:
@@ -186,7 +188,7 @@ def test_a_fault_of_the_worker_itself_ends_the_job_and_says_so(
     assert "The worker itself failed" in str(job.message)
 
 
-def test_a_cancelled_job_saves_and_ends(store: Store, direct: None) -> None:
+def test_a_cancelled_job_saves_a_checkpoint_and_ends(store: Store, direct: None) -> None:
     job = _job(store, "stop_when_asked")
 
     def cancel_once_it_trains() -> bool:
@@ -208,7 +210,7 @@ def test_a_job_handed_back_is_sent_again_and_uses_no_attempt(store: Store, direc
     assert again is not None
 
 
-def test_a_job_that_asked_for_it_runs_again_with_the_remedy_that_fits(
+def test_a_job_with_automatic_retry_runs_again_with_the_remedy_that_fits(
     store: Store, direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remedy = PostMortem({"cause": "capacity"}, {"optimizer_in_backward": True})
@@ -238,7 +240,7 @@ def test_a_result_whose_lease_was_lost_is_discarded(
     assert not models.exists() or list(models.iterdir()) == []
 
 
-def test_a_result_waits_for_a_database_that_is_away(
+def test_a_result_waits_for_an_unavailable_database(
     store: Store, direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = _job(store, "succeed")
@@ -299,11 +301,11 @@ def test_a_message_makes_the_worker_run_the_job(
     send(make_celery(settings), job.id, "teacher")
     assert _until(lambda: store.job(job.id).state in TERMINAL)
     assert store.job(job.id).state is JobState.SUCCEEDED
-    # Whoever supervises never loads torch: 300 MiB and seconds in a process that only waits.
+    # A supervisor never loads torch: 300 MiB and seconds in a process that only waits.
     assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
 
 
-def test_a_worker_told_to_end_hands_its_job_back_and_leaves(
+def test_a_terminated_worker_hands_its_job_back_and_exits(
     worker: subprocess.Popen[bytes], store: Store, settings: JobSettings
 ) -> None:
     job = _job(store, "stop_when_asked")
@@ -316,7 +318,7 @@ def test_a_worker_told_to_end_hands_its_job_back_and_leaves(
     assert attempt.ending == "handed_back"
 
 
-def test_a_job_whose_worker_was_killed_is_taken_up_by_another(
+def test_a_job_whose_worker_was_killed_is_resumed_by_another(
     worker: subprocess.Popen[bytes], store: Store, direct: None, settings: JobSettings
 ) -> None:
     job = _job(store, "stop_when_asked")
