@@ -34,7 +34,7 @@ from services.shared.training.process import (
     RunFailed,
     World,
     agreed_stop,
-    blame,
+    fail_with,
     seed_step,
 )
 from services.shared.training.progress import Progress
@@ -52,11 +52,11 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
 
     progress.phase(Phase.LOADING)
     with probe.phase("load"):
-        with blame(Reason.BAD_DATA):
+        with fail_with(Reason.BAD_DATA):
             heads = select_heads(read_card(task.dataset_dir), task.spec.heads)
         files = read_teacher(task.teacher_dir, heads, max_length=training.max_length)
         init = plan_student(run, task, files, world)
-        with blame(Reason.BAD_DATA):
+        with fail_with(Reason.BAD_DATA):
             data = read_data(
                 task,
                 heads,
@@ -65,7 +65,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                 teacher_max_length=files.max_length,
             )
     train, pad_id = data.train.student, init.tokenizer.pad_token_id
-    with blame(Reason.BAD_SPEC):
+    with fail_with(Reason.BAD_SPEC):
         objective = build_objective(heads, data.train.corpus, spec, training, device=world.device)
         matched = matched_layers(
             spec,
@@ -146,7 +146,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
 
         epoch, place = divmod(state.step, steps_per_epoch)
         if not plan or place == 0:
-            with blame(Reason.BAD_SPEC):
+            with fail_with(Reason.BAD_SPEC):
                 plan = plan_epoch(
                     data.lengths,
                     budget_tokens=budget_tokens,

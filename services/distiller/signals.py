@@ -22,7 +22,7 @@ from services.shared.jobs.state import Reason
 from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import collate
-from services.shared.training.process import RunFailed, World, agreed_stop, blame
+from services.shared.training.process import RunFailed, World, agreed_stop, fail_with
 
 # Elements of one collective: 64 MiB of float32.
 CHUNK_ELEMENTS = 16 * 2**20
@@ -98,7 +98,7 @@ class Signals:
         missing = self._missing().nonzero().flatten().tolist()
         if missing:
             lengths = self.pair.teacher.lengths[missing]
-            with blame(Reason.BAD_SPEC):
+            with fail_with(Reason.BAD_SPEC):
                 steps = plan_evaluation(
                     lengths, budget_tokens=self._budget_tokens, ranks=self._world.size
                 )

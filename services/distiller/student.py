@@ -19,7 +19,7 @@ from services.shared.model.artifact import read_artifact, read_heads
 from services.shared.model.classifier import build_config
 from services.shared.model.tokens import load_tokenizer
 from services.shared.training.job_setup import check_length, read_config, trained_tokenizer
-from services.shared.training.process import RunFailed, World, blame
+from services.shared.training.process import RunFailed, World, fail_with
 from services.shared.training.sharding.load import initialise, load_pretrained
 from services.shared.training.sharding.shard import Sharded
 
@@ -43,7 +43,7 @@ def plan_student(
     """Return how the student is initialised. Raises RunFailed."""
     assert isinstance(task.spec, DistillSpec)
     source = task.spec.student
-    with blame(Reason.BAD_MODEL):
+    with fail_with(Reason.BAD_MODEL):
         tokenizer = _tokenizer(run, task, teacher, world)
     if source.layers_of_teacher is not None:
         init = _from_teacher_layers(teacher, tokenizer, every=source.layers_of_teacher)
@@ -51,7 +51,7 @@ def plan_student(
         init = StudentInit(read_config(task.model_dir), tokenizer, task.model_dir)
     else:
         assert source.config is not None
-        with blame(Reason.BAD_SPEC):
+        with fail_with(Reason.BAD_SPEC):
             config = build_config(
                 source.config, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
             )
@@ -135,7 +135,7 @@ def _teacher_heads(student: Sharded, teacher: TeacherFiles) -> dict[str, Tensor]
     """Return the teacher's heads in the student's class order; None for a plain decoder classifier."""
     if not (teacher.directory / HEADS_FILE).exists():
         return None
-    with blame(Reason.BAD_MODEL):
+    with fail_with(Reason.BAD_MODEL):
         weights = read_heads(teacher.directory, read_artifact(teacher.directory).heads)
     return {
         f"{head.name}.{part}": weights[f"{head.name}.{part}"][teacher.columns[head.name]]

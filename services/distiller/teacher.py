@@ -32,7 +32,7 @@ from services.shared.model.artifact import (
 from services.shared.model.classifier import TAPPED, is_causal, wrap_backbone
 from services.shared.model.tokens import Batch, load_tokenizer
 from services.shared.training.job_setup import inference_recipe, read_config, shard_model
-from services.shared.training.process import RunFailed, World, blame
+from services.shared.training.process import RunFailed, World, fail_with
 from services.shared.training.sharding.load import load_pretrained
 from services.shared.training.sharding.shard import DTYPES, Sharded
 
@@ -71,7 +71,7 @@ def read_teacher(directory: Path, heads: Sequence[Head], *, max_length: int) -> 
     """
     config = read_config(directory)
     is_artifact = (directory / HEADS_FILE).exists()
-    with blame(Reason.BAD_MODEL):
+    with fail_with(Reason.BAD_MODEL):
         if is_artifact:
             artifact = read_artifact(directory)
             own, longest = artifact.heads, artifact.max_length or max_length
@@ -165,10 +165,10 @@ def place_teacher(files: TeacherFiles, *, placement: str, recipe: Recipe, world:
                 'sharded; ask for "replicated"',
             )
         return Teacher(files, _load_sequence_classifier(files, dtype).to(world.device), None)
-    with blame(Reason.BAD_MODEL):
+    with fail_with(Reason.BAD_MODEL):
         weights = _head_weights(files)
     if placement == "replicated" or (placement == "auto" and _fits_replicated(files, dtype, world)):
-        with blame(Reason.BAD_MODEL):
+        with fail_with(Reason.BAD_MODEL):
             backbone = load_backbone(files.directory, dtype=dtype, attention=recipe.attention)
             classifier = wrap_backbone(backbone, files.heads)
             set_heads(classifier, weights)
@@ -194,7 +194,7 @@ class _SequenceClassifier(nn.Module):
 
 def _load_sequence_classifier(files: TeacherFiles, dtype: torch.dtype) -> nn.Module:
     factory: Any = AutoModelForSequenceClassification
-    with blame(Reason.BAD_MODEL):
+    with fail_with(Reason.BAD_MODEL):
         model, info = factory.from_pretrained(
             str(files.directory),
             dtype=dtype,

@@ -16,7 +16,7 @@ from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import build_config
 from services.shared.model.tokens import TokenisedSplit, load_tokenizer, read_split, select_heads
 from services.shared.training.job_setup import check_length, read_config, trained_tokenizer
-from services.shared.training.process import RunFailed, World, blame
+from services.shared.training.process import RunFailed, World, fail_with
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class TrainingData:
 def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
     """Read and tokenise the dataset, identically on every rank. Raises RunFailed."""
     assert isinstance(task.spec, TeacherSpec)
-    with blame(Reason.BAD_DATA):
+    with fail_with(Reason.BAD_DATA):
         card = read_card(task.dataset_dir)
         heads = select_heads(card, task.spec.heads)
-    with blame(Reason.BAD_MODEL):
+    with fail_with(Reason.BAD_MODEL):
         tokenizer = _tokenizer(run, task, world)
-    with blame(Reason.BAD_DATA):
+    with fail_with(Reason.BAD_DATA):
         train, validation, test = (
             read_split(
                 task.dataset_dir,
@@ -62,7 +62,7 @@ def backbone_config(task: RunInput, tokenizer: Any) -> PretrainedConfig:
         config = read_config(task.model_dir)
     else:
         assert task.spec.model.config is not None
-        with blame(Reason.BAD_MODEL):
+        with fail_with(Reason.BAD_MODEL):
             config = build_config(
                 task.spec.model.config,
                 vocab_size=len(tokenizer),
@@ -80,7 +80,7 @@ def backbone_config(task: RunInput, tokenizer: Any) -> PretrainedConfig:
 
 def check_budget(data: TrainingData, budget_tokens: int) -> None:
     """Raise RunFailed(BAD_SPEC) if a text of any split is longer than the token budget."""
-    with blame(Reason.BAD_SPEC):
+    with fail_with(Reason.BAD_SPEC):
         for split in (data.train, data.validation, data.test):
             plan_evaluation(split.lengths, budget_tokens=budget_tokens, ranks=1)
 

@@ -14,7 +14,7 @@ from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import TeacherSpec
-from services.shared.jobs.views import Ticket
+from services.shared.jobs.views import QueuedJob
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch
 from tests.faults.proxy import PostgresProxy
@@ -82,7 +82,7 @@ def submit(store: Store) -> Callable[..., str]:
 
 
 @pytest.fixture
-def work(worker_store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Ticket]]:
+def work(worker_store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[QueuedJob]]:
     """Do what a worker does with one message, with one small rank in place of torchrun."""
 
     def plan(module: str, run_dir: Path, **_: object) -> Launch:
@@ -91,8 +91,8 @@ def work(worker_store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     monkeypatch.setattr("services.shared.launch.task.plan_launch", plan)
     monkeypatch.setattr("services.shared.launch.task._FIRST_PAUSE_SECONDS", 0.02)
 
-    def run(job_id: str, stopping: Callable[[], bool] = lambda: False) -> list[Ticket]:
-        sent: list[Ticket] = []
+    def run(job_id: str, stopping: Callable[[], bool] = lambda: False) -> list[QueuedJob]:
+        sent: list[QueuedJob] = []
         run_job(
             job_id,
             store=worker_store,

@@ -12,7 +12,7 @@ import pytest
 from services.shared.jobs.outcome import End
 from services.shared.jobs.run_directory import Failure, RunDirectory, read_record
 from services.shared.jobs.state import Reason
-from services.shared.launch.aftermath.outcome import PostMortem, reach_verdict
+from services.shared.launch.aftermath.outcome import MemoryFailure, reach_verdict
 from services.shared.launch.supervise import Ending
 from services.shared.training.process import Position, failures_reported
 from tests.faults.fault_catalogue import write_until_full
@@ -66,7 +66,7 @@ def test_ranks_that_exit_without_a_report_on_a_full_disk_are_not_reported_as_cra
     def judge() -> tuple[End, Reason | None]:
         ending = Ending(exit_code=1)
         outcome = reach_verdict(
-            run, ending, examine=lambda _: PostMortem(None, {}), may_retry=False
+            run, ending, examine=lambda _: MemoryFailure(None, {}), may_retry=False
         )
         return outcome.end, outcome.reason
 

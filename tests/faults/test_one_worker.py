@@ -10,12 +10,12 @@ import pytest
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import JobState, Reason
-from services.shared.jobs.views import Ticket
+from services.shared.jobs.views import QueuedJob
 from tests.faults.invariants import check_job
 from tests.faults.proxy import PostgresProxy
 
 Submit = Callable[..., str]
-Work = Callable[..., list[Ticket]]
+Work = Callable[..., list[QueuedJob]]
 
 
 @pytest.mark.parametrize("statement_to_lose", [b"INSERT INTO attempts", b"UPDATE attempts"])
@@ -56,7 +56,7 @@ def test_a_killed_rank_costs_an_attempt_and_the_progress_since_the_checkpoint(
     store: Store, submit: Submit, work: Work, name: str, begun: int
 ) -> None:
     job_id = submit(name)
-    assert work(job_id) == [Ticket(job_id, "teacher")]
+    assert work(job_id) == [QueuedJob(job_id, "teacher")]
     work(job_id)
     job = store.job(job_id)
     assert [attempt.ending for attempt in job.attempts] == ["retry", "succeeded"]

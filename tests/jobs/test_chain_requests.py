@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from services.shared.datasets.card import Head
-from services.shared.jobs.db.job_queries import Planned
-from services.shared.jobs.errors import DoesNotFit, InvalidInput, blaming
+from services.shared.jobs.db.job_queries import StoredPlan
+from services.shared.jobs.errors import DoesNotFit, InvalidInput, prefix_field
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.spec import ChainSpec, Recipe
 from services.shared.jobs.state import JobState, Reason
@@ -41,8 +41,8 @@ def _both(house: House, chain: ChainSpec, **more: Any) -> tuple[JobView, JobView
 def test_a_chain_is_two_jobs_of_which_the_second_waits(house: House) -> None:
     chain = _chain(house, promote="when_passed")
     plans = {
-        "teacher": Planned({"peak_bytes": 1}, Recipe(optimizer="sgd")),
-        "distill": Planned({"peak_bytes": 2}, Recipe(optimizer="adafactor")),
+        "teacher": StoredPlan({"peak_bytes": 1}, Recipe(optimizer="sgd")),
+        "distill": StoredPlan({"peak_bytes": 2}, Recipe(optimizer="adafactor")),
     }
     teacher, child = _both(house, chain, **plans)
     assert (teacher.kind, teacher.state) == ("teacher", JobState.QUEUED)
@@ -159,7 +159,7 @@ def test_a_part_that_is_none_is_refused(house: House, part: str, fields: dict[st
 
 
 def test_a_part_is_blamed_for_its_plan() -> None:
-    with pytest.raises(DoesNotFit) as refused, blaming("distill"):
+    with pytest.raises(DoesNotFit) as refused, prefix_field("distill"):
         raise DoesNotFit("Too much.", {"peak_bytes": 7})
     assert (str(refused.value), refused.value.field) == ("distill: Too much.", "distill")
     assert refused.value.plan == {"peak_bytes": 7}

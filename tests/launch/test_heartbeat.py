@@ -6,14 +6,14 @@ from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Phase
-from services.shared.jobs.views import Beat, Claim
+from services.shared.jobs.views import Claim, HeartbeatReply
 from services.shared.launch.heartbeat import Heartbeat
 
 
 class FakeStore:
     """Keeps what it is told; the real store's part in this is tested with Postgres."""
 
-    def __init__(self, *answers: Beat | Unavailable) -> None:
+    def __init__(self, *answers: HeartbeatReply | Unavailable) -> None:
         self.told: list[tuple[Phase | None, dict[str, Any] | None]] = []
         self._answers = list(answers)
 
@@ -24,8 +24,8 @@ class FakeStore:
         phase: Phase | None,
         progress: dict[str, Any] | None,
         lease_seconds: float,
-    ) -> Beat:
-        answer = self._answers.pop(0) if self._answers else Beat.CONTINUE
+    ) -> HeartbeatReply:
+        answer = self._answers.pop(0) if self._answers else HeartbeatReply.CONTINUE
         if isinstance(answer, Unavailable):
             raise answer
         self.told.append((phase, progress))
@@ -61,7 +61,7 @@ def _report(run: RunDirectory, **fields: Any) -> None:
 
 def test_a_beat_without_news_still_renews_the_lease(tmp_path: Path) -> None:
     store = FakeStore()
-    assert _heartbeat(store, RunDirectory(tmp_path)).beat() is Beat.CONTINUE
+    assert _heartbeat(store, RunDirectory(tmp_path)).beat() is HeartbeatReply.CONTINUE
     assert store.told == [(None, None)]
 
 
@@ -100,15 +100,15 @@ def test_a_database_that_is_away_loses_no_news(tmp_path: Path) -> None:
     store = FakeStore(Unavailable("away"))
     heartbeat = _heartbeat(store, run)
     _report(run, phase="training", step=5)
-    assert heartbeat.beat() is Beat.CONTINUE
+    assert heartbeat.beat() is HeartbeatReply.CONTINUE
     heartbeat.beat()
     assert [progress and progress["step"] for _, progress in store.told] == [5]
 
 
 def test_a_lost_lease_ends_the_telling(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    store = FakeStore(Beat.LOST)
+    store = FakeStore(HeartbeatReply.LOST)
     _report(run, phase="loading")
     _report(run, phase="training")
-    assert _heartbeat(store, run).beat() is Beat.LOST
+    assert _heartbeat(store, run).beat() is HeartbeatReply.LOST
     assert len(store.told) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.views import Beat
+from services.shared.jobs.views import HeartbeatReply
 from services.shared.launch.processes import RUN_MARK, is_alive, wait_until_gone
 from services.shared.launch.supervise import Ending, Force, carry_best, supervise
 from services.shared.launch.torchrun import Launch
@@ -40,7 +40,7 @@ def _supervise(
     run: RunDirectory,
     behaviour: str,
     *,
-    beat: Callable[[], Beat] = lambda: Beat.CONTINUE,
+    beat: Callable[[], HeartbeatReply] = lambda: HeartbeatReply.CONTINUE,
     stopping: Callable[[], bool] = lambda: False,
     timeout_seconds: float = 60,
     env: dict[str, str] | None = None,
@@ -66,9 +66,9 @@ def _living(run: RunDirectory) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and is_alive(psutil.Process(pid))]
 
 
-def _beat_once(run: RunDirectory, answer: Beat) -> Callable[[], Beat]:
+def _beat_once(run: RunDirectory, answer: HeartbeatReply) -> Callable[[], HeartbeatReply]:
     """Answer CONTINUE until the ranks have written their pids."""
-    return lambda: answer if (run.path / "pids").exists() else Beat.CONTINUE
+    return lambda: answer if (run.path / "pids").exists() else HeartbeatReply.CONTINUE
 
 
 def test_ranks_that_end_by_themselves_are_left_alone(run: RunDirectory) -> None:
@@ -78,7 +78,7 @@ def test_ranks_that_end_by_themselves_are_left_alone(run: RunDirectory) -> None:
 
 
 def test_a_cancellation_lets_the_ranks_save_and_leave(run: RunDirectory) -> None:
-    ending = _supervise(run, "save_when_asked", beat=lambda: Beat.CANCEL)
+    ending = _supervise(run, "save_when_asked", beat=lambda: HeartbeatReply.CANCEL)
     assert ending is not None
     assert (ending.exit_code, ending.stop, ending.force) == (0, "cancelled", Force.NONE)
     assert json.loads(run.report.read_text())["stop_reason"] == "cancelled"
@@ -91,7 +91,9 @@ def test_a_worker_that_shuts_down_hands_the_job_back(run: RunDirectory) -> None:
 
 
 def test_a_cancellation_during_a_shutdown_stays_a_cancellation(run: RunDirectory) -> None:
-    ending = _supervise(run, "save_when_asked", stopping=lambda: True, beat=lambda: Beat.CANCEL)
+    ending = _supervise(
+        run, "save_when_asked", stopping=lambda: True, beat=lambda: HeartbeatReply.CANCEL
+    )
     assert ending is not None
     assert ending.stop == "cancelled"
 
@@ -107,7 +109,10 @@ def test_ranks_that_ignore_every_request_are_killed_with_their_children(
 ) -> None:
     monkeypatch.setattr("services.shared.launch.supervise._TERMINATE_SECONDS", 0.2)
     ending = _supervise(
-        run, "ignore_everything", beat=_beat_once(run, Beat.CANCEL), stop_grace_seconds=0.2
+        run,
+        "ignore_everything",
+        beat=_beat_once(run, HeartbeatReply.CANCEL),
+        stop_grace_seconds=0.2,
     )
     assert ending is not None
     assert (ending.exit_code, ending.force) == (-9, Force.KILLED)
@@ -115,15 +120,15 @@ def test_ranks_that_ignore_every_request_are_killed_with_their_children(
 
 
 def test_a_lost_lease_kills_the_ranks_at_once_and_has_no_result(run: RunDirectory) -> None:
-    assert _supervise(run, "ignore_everything", beat=_beat_once(run, Beat.LOST)) is None
+    assert _supervise(run, "ignore_everything", beat=_beat_once(run, HeartbeatReply.LOST)) is None
     assert _living(run) == []
 
 
 def test_an_exception_while_supervising_leaves_no_rank(run: RunDirectory) -> None:
-    def beat() -> Beat:
+    def beat() -> HeartbeatReply:
         if (run.path / "pids").exists():
             raise RuntimeError("the worker itself fails")
-        return Beat.CONTINUE
+        return HeartbeatReply.CONTINUE
 
     with pytest.raises(RuntimeError, match="the worker itself"):
         _supervise(run, "ignore_everything", beat=beat)
@@ -168,13 +173,13 @@ def test_the_kernels_kill_in_a_memory_cgroup_is_counted(
 ) -> None:
     beats: list[int] = []
 
-    def beat() -> Beat:
+    def beat() -> HeartbeatReply:
         if (run.path / "in_cgroup").exists():
             beats.append(1)
         # Each beat comes after a look at the ranks' cgroups; the first may have looked too early.
         if len(beats) == 2:
             (run.path / "go").touch()
-        return Beat.CONTINUE
+        return HeartbeatReply.CONTINUE
 
     ending = _supervise(run, "exhaust_memory", beat=beat, env={"FAKE_CGROUP": str(small_cgroup)})
     assert ending is not None
@@ -183,11 +188,11 @@ def test_the_kernels_kill_in_a_memory_cgroup_is_counted(
 
 
 def test_a_kill_that_the_kernel_did_not_do_is_not_counted(run: RunDirectory) -> None:
-    def beat() -> Beat:
+    def beat() -> HeartbeatReply:
         for member in psutil.Process().children(recursive=True):
             if str(run.path) in member.cmdline() and "fake_ranks.py" in str(member.cmdline()):
                 member.kill()
-        return Beat.CONTINUE
+        return HeartbeatReply.CONTINUE
 
     ending = _supervise(run, "save_when_asked", beat=beat)
     assert ending is not None

@@ -10,7 +10,7 @@ import pytest
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import Resources
-from services.shared.jobs.views import Beat
+from services.shared.jobs.views import HeartbeatReply
 from services.shared.launch.aftermath.torchelastic_report import read_summary
 from services.shared.launch.processes import marked, wait_until_gone
 from services.shared.launch.supervise import Ending, supervise
@@ -62,10 +62,10 @@ def _supervise(run: RunDirectory, launch: Launch, beat: object) -> Ending | None
 def test_torchruns_summary_names_the_rank_that_was_killed(
     run: RunDirectory, launch: Launch
 ) -> None:
-    def beat() -> Beat:
+    def beat() -> HeartbeatReply:
         if _pids(run):
             (run.path / "die").touch()
-        return Beat.CONTINUE
+        return HeartbeatReply.CONTINUE
 
     ending = _supervise(run, launch, beat)
     assert ending is not None
@@ -77,13 +77,13 @@ def test_torchruns_summary_names_the_rank_that_was_killed(
 def test_ranks_die_with_a_torchrun_that_is_killed(run: RunDirectory, launch: Launch) -> None:
     seen: list[int] = []
 
-    def beat() -> Beat:
+    def beat() -> HeartbeatReply:
         seen.extend(_pids(run) if not seen else [])
         for member in marked(str(run.path)) if seen else []:
             with suppress(psutil.NoSuchProcess):  # it died since it was listed
                 if "torch.distributed.run" in member.cmdline():
                     member.kill()
-        return Beat.CONTINUE
+        return HeartbeatReply.CONTINUE
 
     ending = _supervise(run, launch, beat)
     assert ending is not None

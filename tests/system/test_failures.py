@@ -26,7 +26,7 @@ from services.shared.jobs.ids import new_id
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import JobState, Reason
-from services.shared.jobs.views import JobView, Ticket
+from services.shared.jobs.views import JobView, QueuedJob
 from services.shared.launch import supervise
 from services.shared.launch.oom_counter import OomCounters
 from services.shared.launch.task import run_job
@@ -159,9 +159,9 @@ def spec(fault: str, dataset: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def run(store: Store, job_id: str) -> list[Ticket]:
+def run(store: Store, job_id: str) -> list[QueuedJob]:
     """Do what a worker does with one message."""
-    sent: list[Ticket] = []
+    sent: list[QueuedJob] = []
     run_job(
         job_id,
         store=store,
@@ -287,7 +287,7 @@ def test_a_job_that_may_try_again_goes_on_with_the_remedy_from_its_checkpoint(
     store: Store, dataset: str
 ) -> None:
     job = submit(store, "exceed_the_address_space", dataset, on_out_of_memory="retry")
-    assert run(store, job.id) == [Ticket(job.id, "teacher")]
+    assert run(store, job.id) == [QueuedJob(job.id, "teacher")]
     assert store.job(job.id).state is JobState.QUEUED
     run(store, job.id)
     job, (first, second) = store.job(job.id), store.attempts(job.id)

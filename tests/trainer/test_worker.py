@@ -23,8 +23,8 @@ from services.shared.jobs.queue import make_celery, send
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import TERMINAL, JobState, Reason
-from services.shared.jobs.views import Claim, EventType, Finished, JobView, Ticket
-from services.shared.launch.aftermath.outcome import PostMortem
+from services.shared.jobs.views import Claim, EventType, FinishResult, JobView, QueuedJob
+from services.shared.launch.aftermath.outcome import MemoryFailure
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch
 
@@ -93,8 +93,8 @@ def _job(store: Store, behaviour: str, **fields: Any) -> JobView:
 
 def _run(
     store: Store, job_id: str, *, stopping: Callable[[], bool] = lambda: False
-) -> list[Ticket]:
-    sent: list[Ticket] = []
+) -> list[QueuedJob]:
+    sent: list[QueuedJob] = []
     run_job(job_id, store=store, module=MODULE, worker="here", stopping=stopping, send=sent.append)
     return sent
 
@@ -204,7 +204,7 @@ def test_a_cancelled_job_saves_a_checkpoint_and_ends(store: Store, direct: None)
 def test_a_job_handed_back_is_sent_again_and_uses_no_attempt(store: Store, direct: None) -> None:
     job = _job(store, "stop_when_asked", max_attempts=1)
     sent = _run(store, job.id, stopping=lambda: store.job(job.id).phase == "training")
-    assert sent == [Ticket(job.id, "teacher")]
+    assert sent == [QueuedJob(job.id, "teacher")]
     assert store.job(job.id).state is JobState.QUEUED
     again = store.claim(job.id, worker="next", lease_seconds=60)
     assert again is not None
@@ -213,10 +213,10 @@ def test_a_job_handed_back_is_sent_again_and_uses_no_attempt(store: Store, direc
 def test_a_job_with_automatic_retry_runs_again_with_the_remedy_that_fits(
     store: Store, direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remedy = PostMortem({"cause": "capacity"}, {"optimizer_in_backward": True})
+    remedy = MemoryFailure({"cause": "capacity"}, {"optimizer_in_backward": True})
     monkeypatch.setattr("services.shared.launch.task.examine_memory", lambda *a, **k: remedy)
     job = _job(store, "run_out_of_memory_once", on_out_of_memory="retry")
-    assert _run(store, job.id) == [Ticket(job.id, "teacher")]
+    assert _run(store, job.id) == [QueuedJob(job.id, "teacher")]
     _run(store, job.id)
     assert store.job(job.id).state is JobState.SUCCEEDED
     recipes = [attempt.recipe["optimizer_in_backward"] for attempt in store.attempts(job.id)]
@@ -229,7 +229,7 @@ def test_a_result_whose_lease_was_lost_is_discarded(
     job = _job(store, "succeed")
     finish = store.finish
 
-    def finish_too_late(claim: Claim, outcome: Outcome) -> Finished:
+    def finish_too_late(claim: Claim, outcome: Outcome) -> FinishResult:
         store.end_lost_attempts(now=store.job(job.id).created_at.replace(year=2999))
         return finish(claim, outcome)
 
@@ -247,7 +247,7 @@ def test_a_result_waits_for_an_unavailable_database(
     finish, away = store.finish, [Unavailable("away")]
     monkeypatch.setattr("services.shared.launch.task._FIRST_PAUSE_SECONDS", 0.01)
 
-    def finish_at_the_second_try(claim: Claim, outcome: Outcome) -> Finished:
+    def finish_at_the_second_try(claim: Claim, outcome: Outcome) -> FinishResult:
         if away:
             raise away.pop()
         return finish(claim, outcome)
@@ -327,7 +327,7 @@ def test_a_job_whose_worker_was_killed_is_resumed_by_another(
     worker.kill()
     worker.wait()
     later = store.job(job.id).created_at.replace(year=2999)
-    assert store.end_lost_attempts(now=later) == [Ticket(job.id, "teacher")]
+    assert store.end_lost_attempts(now=later) == [QueuedJob(job.id, "teacher")]
     stop = threading.Event()
     taken = threading.Thread(target=_run, args=(store, job.id), kwargs={"stopping": stop.is_set})
     taken.start()

@@ -21,8 +21,8 @@ from services.shared.training.process import (
     RunFailed,
     StopWatch,
     agreed_stop,
-    blame,
     describe,
+    fail_with,
     failures_reported,
     read_task,
     reason_of,
@@ -121,13 +121,13 @@ def test_a_good_end_leaves_no_failure(tmp_path):
 
 
 def test_blame_gives_a_users_mistake_its_reason():
-    with pytest.raises(RunFailed, match="no such column") as caught, blame(Reason.BAD_DATA):
+    with pytest.raises(RunFailed, match="no such column") as caught, fail_with(Reason.BAD_DATA):
         raise ValueError("no such column")
     assert caught.value.reason is Reason.BAD_DATA
 
 
 def test_blame_leaves_a_full_disk_a_full_disk():
-    with pytest.raises(OSError, match="No space"), blame(Reason.BAD_MODEL):
+    with pytest.raises(OSError, match="No space"), fail_with(Reason.BAD_MODEL):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 

@@ -13,9 +13,9 @@ from services.api.auth.keys import Scope, requires
 from services.api.deps import AppContext, ContextDep, Cursor, JobId, Limit
 from services.api.limits.body import screen_json
 from services.api.openapi import links, problems
-from services.shared.jobs.db.job_queries import Planned
+from services.shared.jobs.db.job_queries import StoredPlan
 from services.shared.jobs.db.retries import changed_spec
-from services.shared.jobs.errors import blaming
+from services.shared.jobs.errors import prefix_field
 from services.shared.jobs.spec import ChainSpec, JobRequest, Recipe, Training
 from services.shared.jobs.state import JobState
 from services.shared.jobs.views import JobSummary, JobView, Kind, Page
@@ -106,14 +106,14 @@ def create_job(
     return _accepted(job, context=context, response=response, created=created)
 
 
-def _admit_chain(chain: ChainSpec, context: AppContext) -> tuple[Planned, Planned]:
+def _admit_chain(chain: ChainSpec, context: AppContext) -> tuple[StoredPlan, StoredPlan]:
     """Return what is stored with the two jobs. Raises InvalidInput, DoesNotFit naming the part."""
     spec = chain.teacher_spec()
-    with blaming("teacher"):
+    with prefix_field("teacher"):
         teacher = context.admit(spec)
-    with blaming("distill"):
+    with prefix_field("distill"):
         distill = context.admit(chain.distill_spec(), teacher=spec)
-    return Planned(teacher.plan, teacher.recipe), Planned(distill.plan, distill.recipe)
+    return StoredPlan(teacher.plan, teacher.recipe), StoredPlan(distill.plan, distill.recipe)
 
 
 def _optional(model: type[BaseModel], *, beside: type[BaseModel]) -> Any:

@@ -11,7 +11,7 @@ from services.api.deps import AppContext, ContextDep
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.api.routes.jobs import RequestBody
-from services.shared.jobs.errors import DoesNotFit, InvalidInput, blaming
+from services.shared.jobs.errors import DoesNotFit, InvalidInput, prefix_field
 from services.shared.jobs.spec import ChainSpec, DistillSpec, TeacherSpec
 
 router = APIRouter(
@@ -30,9 +30,9 @@ def plan_job(body: RequestBody, context: ContextDep) -> dict[str, Any]:
     if not isinstance(body, ChainSpec):
         return _plan(body, context)
     teacher = body.teacher_spec()
-    with blaming("teacher"):
+    with prefix_field("teacher"):
         first = _plan(teacher, context)
-    with blaming("distill"):
+    with prefix_field("distill"):
         second = _plan(body.distill_spec(), context, teacher=teacher)
     return {"teacher": first, "distill": second}
 

@@ -76,7 +76,7 @@ class Unavailable(StillhouseError):
 
 
 @contextmanager
-def blaming(part: str | None) -> Iterator[None]:
+def prefix_field(part: str | None) -> Iterator[None]:
     """Let InvalidInput and DoesNotFit name the part of a request that they are about, if any."""
     try:
         yield

@@ -37,6 +37,6 @@ class Outcome(BaseModel):
     diagnosis: dict[str, Any] | None = None  # memory.forensics, after a memory failure
     measured: dict[str, dict[str, int]] = {}  # rank -> phase -> peak allocated bytes
     observed: dict[str, dict[str, Any]] = {}  # rank -> what the probe saw after wrapping
-    failure: dict[str, Any] | None = None  # what the rank to blame said: rundir.Failure
+    failure: dict[str, Any] | None = None  # Failure of the rank that caused it
     recipe_changes: dict[str, Any] = {}  # with RETRY: fields of spec.Recipe to change
     plan: dict[str, Any] | None = None  # with RETRY: of the changed recipe

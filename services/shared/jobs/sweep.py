@@ -9,7 +9,7 @@ from celery import Celery
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import QUEUES, depth, send
-from services.shared.jobs.views import Ticket
+from services.shared.jobs.views import QueuedJob
 
 # How long a message may take from the commit that queued the job to the queue.
 _GRACE = timedelta(seconds=30)
@@ -17,7 +17,7 @@ _GRACE = timedelta(seconds=30)
 
 def sweep(
     store: Store, app: Celery, *, now: datetime | None = None, ends_lost: bool = True
-) -> list[Ticket]:
+) -> list[QueuedJob]:
     """End attempts whose lease ran out and send again what has no message; return what was sent.
 
     `ends_lost=False` leaves the attempts alone: after an outage that kept their workers from renewing.

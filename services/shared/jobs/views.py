@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, computed_field
 from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.gates import GateResult, Int8Gate
 from services.shared.jobs.outcome import Outcome
-from services.shared.jobs.planning.plan_vs_measured import RankMemory, side_by_side
+from services.shared.jobs.planning.plan_vs_measured import RankMemory, compare_phases
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Phase, Reason
 
@@ -78,7 +78,7 @@ class AttemptView(_View):
     observed: dict[str, Any] | None
     diagnosis: dict[str, Any] | None
     plan: dict[str, Any] | None  # that it ran with
-    failure: dict[str, Any] | None  # of the rank to blame: its request, its allocator's state
+    failure: dict[str, Any] | None  # of the rank that caused it: its request, its allocator's state
 
 
 class JobView(JobSummary):
@@ -101,8 +101,8 @@ class JobView(JobSummary):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def memory(self) -> dict[str, RankMemory]:
-        """Planned and measured peaks of each phase, by rank."""
-        return side_by_side(self.plan, self.measured, self.observed)
+        """StoredPlan and measured peaks of each phase, by rank."""
+        return compare_phases(self.plan, self.measured, self.observed)
 
 
 class EventType(str, Enum):
@@ -178,7 +178,7 @@ class PlanError(NamedTuple):
     ratio: float
 
 
-class Ticket(NamedTuple):
+class QueuedJob(NamedTuple):
     """A job to be sent to the queue of its kind, after the commit."""
 
     job_id: str
@@ -204,7 +204,7 @@ class Claim:
     problem: Outcome | None  # why it cannot run, found while resolving paths: finish with it
 
 
-class Beat(str, Enum):
+class HeartbeatReply(str, Enum):
     """What a worker is to do after a heartbeat."""
 
     CONTINUE = "continue"
@@ -215,8 +215,8 @@ class Beat(str, Enum):
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishResult:
     """Whether an outcome was applied, and which jobs are to be sent now."""
 
     applied: bool
-    to_send: list[Ticket]
+    to_send: list[QueuedJob]

@@ -9,7 +9,7 @@ import structlog
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import Phase
-from services.shared.jobs.views import Beat, Claim
+from services.shared.jobs.views import Claim, HeartbeatReply
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +24,7 @@ class Ledger(Protocol):
         phase: Phase | None,
         progress: dict[str, Any] | None,
         lease_seconds: float,
-    ) -> Beat:
+    ) -> HeartbeatReply:
         """Renew the lease of the claim and copy progress."""
 
 
@@ -40,14 +40,14 @@ class Heartbeat:
         self._lease_seconds = lease_seconds
         self._offset = 0
 
-    def beat(self) -> Beat:
+    def beat(self) -> HeartbeatReply:
         """Tell the newest progress; return what the worker is to do.
 
         A database that does not answer loses nothing: nobody else can claim the job through it
         either, so the ranks go on and the next beat tells more.
         """
         offset, updates = self._news()
-        answer = Beat.CONTINUE
+        answer = HeartbeatReply.CONTINUE
         try:
             for phase, progress in updates:
                 answer = self._store.heartbeat(
@@ -56,11 +56,11 @@ class Heartbeat:
                     progress=progress,
                     lease_seconds=self._lease_seconds,
                 )
-                if answer is Beat.LOST:
+                if answer is HeartbeatReply.LOST:
                     return answer
         except Unavailable as error:
             log.warning("heartbeat_failed", job_id=self._claim.job_id, error=str(error))
-            return Beat.CONTINUE
+            return HeartbeatReply.CONTINUE
         self._offset = offset
         return answer
 

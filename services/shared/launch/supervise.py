@@ -23,7 +23,7 @@ from services.shared.jobs.run_directory import (
     write_json,
 )
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.views import Beat, Claim
+from services.shared.jobs.views import Claim, HeartbeatReply
 from services.shared.launch.oom_counter import OomCounters
 from services.shared.launch.processes import (
     family,
@@ -116,7 +116,7 @@ def supervise(
     launch: Launch,
     *,
     run: RunDirectory,
-    beat: Callable[[], Beat],
+    beat: Callable[[], HeartbeatReply],
     stopping: Callable[[], bool],
     settings: JobSettings,
     timeout_seconds: float,
@@ -132,14 +132,14 @@ def supervise(
         while process.poll() is None:
             if watch.is_beat_due():
                 watch.look(process)
-                if watch.answer(beat()) is Beat.LOST:
+                if watch.answer(beat()) is HeartbeatReply.LOST:
                     return None
             if stopping():
                 watch.ask("handed_back")
             watch.press(process)
             _wait(process, _TICK_SECONDS)
         last = beat()  # the final lines of progress, and a lease that covers the verdict
-        return None if last is Beat.LOST else watch.ending(process.returncode)
+        return None if last is HeartbeatReply.LOST else watch.ending(process.returncode)
     finally:
         end_everything(process, run)
 
@@ -183,9 +183,9 @@ class _Watch:
         self._beat_at = time.monotonic() + self._settings.heartbeat_seconds
         return True
 
-    def answer(self, beat: Beat) -> Beat:
+    def answer(self, beat: HeartbeatReply) -> HeartbeatReply:
         """Act on the database's answer to a heartbeat."""
-        if beat is Beat.CANCEL:
+        if beat is HeartbeatReply.CANCEL:
             self.ask("cancelled")
         return beat
 

@@ -17,7 +17,7 @@ from services.shared.jobs.ids import new_token
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.state import Reason
-from services.shared.jobs.views import Claim, Finished, Ticket
+from services.shared.jobs.views import Claim, FinishResult, QueuedJob
 from services.shared.launch.aftermath.memory_failure import examine_memory
 from services.shared.launch.aftermath.outcome import reach_verdict
 from services.shared.launch.heartbeat import Heartbeat
@@ -40,7 +40,7 @@ def run_job(
     module: str,
     worker: str,
     stopping: Callable[[], bool],
-    send: Callable[[Ticket], object],
+    send: Callable[[QueuedJob], object],
 ) -> None:
     """Claim the job, run `module` on its ranks, apply the outcome, send the jobs it released.
 
@@ -117,8 +117,8 @@ def _run(
         outcome = reach_verdict(
             run,
             ending,
-            examine=lambda blame: examine_memory(
-                blame, claim=claim, run=run, settings=settings, exit_code=ending.exit_code
+            examine=lambda cause: examine_memory(
+                cause, claim=claim, run=run, settings=settings, exit_code=ending.exit_code
             ),
             may_retry=claim.spec.on_out_of_memory == "retry",
         )
@@ -148,7 +148,7 @@ def _publish(outcome: Outcome, export: Path, destination: Path) -> Outcome:
     return outcome
 
 
-def _apply(claim: Claim, outcome: Outcome, *, store: Store) -> Finished:
+def _apply(claim: Claim, outcome: Outcome, *, store: Store) -> FinishResult:
     """Apply the outcome, waiting for a database that is away; then drop what nobody needs."""
     finished = _finish(claim, outcome, store=store)
     settings = store.settings
@@ -159,7 +159,7 @@ def _apply(claim: Claim, outcome: Outcome, *, store: Store) -> Finished:
     return finished
 
 
-def _finish(claim: Claim, outcome: Outcome, *, store: Store) -> Finished:
+def _finish(claim: Claim, outcome: Outcome, *, store: Store) -> FinishResult:
     deadline = time.monotonic() + _APPLY_SECONDS
     pause = _FIRST_PAUSE_SECONDS
     while True:

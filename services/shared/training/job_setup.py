@@ -16,7 +16,7 @@ from services.shared.jobs.state import Reason
 from services.shared.memory.recipe import Engine
 from services.shared.model.classifier import build_classifier
 from services.shared.model.tokens import load_tokenizer, read_rows, train_tokenizer
-from services.shared.training.process import RunFailed, World, blame
+from services.shared.training.process import RunFailed, World, fail_with
 from services.shared.training.sharding.shard import Sharded, parameter_dtype, shard
 
 
@@ -56,7 +56,7 @@ def trained_tokenizer(
 
 def read_config(directory: Path) -> PretrainedConfig:
     """Return the configuration of a model directory. Raises RunFailed(BAD_MODEL)."""
-    with blame(Reason.BAD_MODEL):
+    with fail_with(Reason.BAD_MODEL):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
@@ -86,7 +86,7 @@ def shard_model(
 
     Raises RunFailed(BAD_MODEL).
     """
-    with blame(Reason.BAD_MODEL):
+    with fail_with(Reason.BAD_MODEL):
         with torch.device("meta"):
             classifier = build_classifier(
                 config, heads, attention=recipe.attention, dtype=parameter_dtype(recipe)

@@ -117,7 +117,7 @@ def agreed_stop(flags: Sequence[float]) -> str | None:
 
 
 @contextmanager
-def blame(reason: Reason) -> Iterator[None]:
+def fail_with(reason: Reason) -> Iterator[None]:
     """Turn the ValueError and OSError of reading a user's things into a failure with a reason."""
     try:
         yield

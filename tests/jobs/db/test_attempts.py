@@ -12,7 +12,7 @@ from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import Report
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import TERMINAL, JobState, Phase, Reason
-from services.shared.jobs.views import Beat, EventType
+from services.shared.jobs.views import EventType, HeartbeatReply
 
 if TYPE_CHECKING:
     from tests.jobs.conftest import AtOnce, House
@@ -106,12 +106,12 @@ def test_a_heartbeat_copies_progress_and_tells_changes_once(house: House) -> Non
     claim = house.running()
     evaluation = {"heads": {"sentiment": {"macro_f1": 0.5}}}
 
-    def beat(**progress: object) -> Beat:
+    def beat(**progress: object) -> HeartbeatReply:
         return house.store.heartbeat(
             claim, phase=Phase.TRAINING, progress=progress, lease_seconds=60
         )
 
-    assert beat(step=1, loss=2.0) is Beat.CONTINUE
+    assert beat(step=1, loss=2.0) is HeartbeatReply.CONTINUE
     beat(step=2, evaluation=evaluation)
     beat(step=3, evaluation=evaluation)
     job = house.store.job(claim.job_id)
@@ -127,7 +127,7 @@ def test_a_heartbeat_copies_progress_and_tells_changes_once(house: House) -> Non
 def test_a_heartbeat_notices_a_cancellation(house: House) -> None:
     claim = house.running()
     house.store.request_cancel(claim.job_id)
-    assert house.store.heartbeat(claim, lease_seconds=60) is Beat.CANCEL
+    assert house.store.heartbeat(claim, lease_seconds=60) is HeartbeatReply.CANCEL
 
 
 def test_after_losing_the_lease_a_worker_changes_nothing(house: House) -> None:
@@ -136,7 +136,9 @@ def test_after_losing_the_lease_a_worker_changes_nothing(house: House) -> None:
     assert house.store.end_lost_attempts()
     fresh = house.claim(stale.job_id, worker="quick")
     before = house.store.job(stale.job_id)
-    assert house.store.heartbeat(stale, progress={"step": 9}, lease_seconds=60) is Beat.LOST
+    assert (
+        house.store.heartbeat(stale, progress={"step": 9}, lease_seconds=60) is HeartbeatReply.LOST
+    )
     assert not house.store.finish(stale, CRASHED).applied
     assert not house.store.hand_back(stale).applied
     assert house.store.job(stale.job_id) == before

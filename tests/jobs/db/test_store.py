@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from services.shared.jobs.db.connection import transaction
-from services.shared.jobs.db.transitions import move
+from services.shared.jobs.db.transitions import transition
 from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.state import TRANSITIONS, JobState, Reason
@@ -158,7 +158,7 @@ def test_a_job_moves_only_where_the_table_has_an_arrow(house: House, target: Job
         job_id = house.in_state(source)
         before = house.store.events(job_id)
         with transaction(house.store.engine) as session:
-            moved = move(session, job_id, target, reason=reason, **columns)
+            moved = transition(session, job_id, target, reason=reason, **columns)
         assert moved == (target in TRANSITIONS[source]), source
         assert house.store.job(job_id).state == (target if moved else source)
         assert len(house.store.events(job_id)) == len(before) + moved

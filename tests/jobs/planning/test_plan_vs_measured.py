@@ -1,4 +1,4 @@
-"""Planned and measured memory side by side, and how far plans were off."""
+"""StoredPlan and measured memory side by side, and how far plans were off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.shared.jobs.planning.plan_vs_measured import side_by_side
+from services.shared.jobs.planning.plan_vs_measured import compare_phases
 
 PLAN = {"phases": {"wrap": 100, "forward": 1000}, "recipe": {"engine": "fsdp2"}}
 WALKED = "live parameters, gradients and optimizer state; no activations or temporaries"
@@ -15,7 +15,7 @@ WALKED = "live parameters, gradients and optimizer state; no activations or temp
 def seen(basis: str | None, plan: dict[str, Any] | None = PLAN) -> dict[str, Any]:
     measured = {"0": {"wrap": 110, "forward": 900, "evaluation": 5}}
     observed = {"0": {"basis": basis}} if basis else None
-    return side_by_side(plan, measured, observed)["0"].phases
+    return compare_phases(plan, measured, observed)["0"].phases
 
 
 def test_an_allocators_counts_are_held_against_the_plan_in_every_phase() -> None:
@@ -47,5 +47,5 @@ def test_a_phase_that_one_side_does_not_know_has_no_error(basis: str | None) -> 
 
 
 def test_without_a_plan_or_a_measurement_nothing_is_claimed() -> None:
-    assert side_by_side(PLAN, None, None) == {}
+    assert compare_phases(PLAN, None, None) == {}
     assert seen("allocator", None)["wrap"].error_ratio is None

@@ -11,7 +11,7 @@ from services.shared.jobs.spec import Recipe, TeacherSpec
 from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
 from services.shared.launch.aftermath.memory_failure import examine_memory
-from services.shared.launch.aftermath.outcome import Blame, PostMortem
+from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause
 
 QWEN3_32B = {
     "model_type": "qwen3",
@@ -74,7 +74,7 @@ def _claim(tmp_path: Path, recipe: Recipe, **spec: Any) -> Claim:
     )
 
 
-def _examine(tmp_path: Path, claim: Claim, failure: Failure | None, **blame: Any) -> PostMortem:
+def _examine(tmp_path: Path, claim: Claim, failure: Failure | None, **cause: Any) -> MemoryFailure:
     settings = JobSettings(
         database_url="postgresql://nowhere/none", broker_url="redis://nowhere", data_dir=tmp_path
     )
@@ -83,7 +83,7 @@ def _examine(tmp_path: Path, claim: Claim, failure: Failure | None, **blame: Any
     observed = {"sharded_units": 66, "local_parameter_bytes": 15_990_784_000}
     line = {"time": 0, "phase": "wrap", "allocated_bytes": 15_990_784_000, "observed": observed}
     run.memory_file(0).write_text(json.dumps(line) + "\n")
-    told = Blame(Reason.DEVICE_OUT_OF_MEMORY, MESSAGE, 0, failure, **blame)
+    told = RootCause(Reason.DEVICE_OUT_OF_MEMORY, MESSAGE, 0, failure, **cause)
     return examine_memory(told, claim=claim, run=run, settings=settings, exit_code=1)
 
 

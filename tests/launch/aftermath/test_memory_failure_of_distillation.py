@@ -15,7 +15,7 @@ from services.shared.jobs.spec import DistillSpec, Recipe
 from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
 from services.shared.launch.aftermath.memory_failure import examine_memory
-from services.shared.launch.aftermath.outcome import Blame, PostMortem
+from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause
 from services.shared.memory.architecture.hf_config import config_of
 from services.shared.memory.architecture.shape import from_preset
 
@@ -76,7 +76,7 @@ def claim_of(
     )
 
 
-def examine(tmp_path: Path, claim: Claim) -> PostMortem:
+def examine(tmp_path: Path, claim: Claim) -> MemoryFailure:
     settings = JobSettings(
         database_url="postgresql://nowhere/none", broker_url="redis://nowhere", data_dir=tmp_path
     )
@@ -88,9 +88,9 @@ def examine(tmp_path: Path, claim: Claim) -> PostMortem:
         reason=Reason.DEVICE_OUT_OF_MEMORY,
         message=MESSAGE,
     )
-    blame = Blame(Reason.DEVICE_OUT_OF_MEMORY, MESSAGE, 0, failure, log=MESSAGE)
+    cause = RootCause(Reason.DEVICE_OUT_OF_MEMORY, MESSAGE, 0, failure, log=MESSAGE)
     run = RunDirectory(tmp_path / "run")
-    return examine_memory(blame, claim=claim, run=run, settings=settings, exit_code=1)
+    return examine_memory(cause, claim=claim, run=run, settings=settings, exit_code=1)
 
 
 def test_a_teacher_that_lay_whole_on_every_rank_is_sharded_for_the_next_attempt(

@@ -7,7 +7,7 @@ import pytest
 from services.shared.jobs.outcome import End
 from services.shared.jobs.run_directory import Failure, Report, RunDirectory, write_json
 from services.shared.jobs.state import Reason
-from services.shared.launch.aftermath.outcome import Blame, PostMortem, reach_verdict
+from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause, reach_verdict
 from services.shared.launch.supervise import Ending, Force
 
 SUMMARY = """some output of rank 0
@@ -45,9 +45,9 @@ def _judge(
     ending: Ending,
     *,
     may_retry: bool = False,
-    found: PostMortem = PostMortem(None, {}),
+    found: MemoryFailure = MemoryFailure(None, {}),
 ) -> Any:
-    return reach_verdict(run, ending, examine=lambda blame: found, may_retry=may_retry)
+    return reach_verdict(run, ending, examine=lambda cause: found, may_retry=may_retry)
 
 
 def _fail(run: RunDirectory, rank: int, reason: Reason, *, time: float, message: str = "m") -> None:
@@ -188,11 +188,11 @@ MEMORY = [Reason.DEVICE_OUT_OF_MEMORY, Reason.HOST_OUT_OF_MEMORY, Reason.NOT_SHA
 @pytest.mark.parametrize("reason", list(Reason))
 def test_memory_failures_and_no_others_are_examined(run: RunDirectory, reason: Reason) -> None:
     _fail(run, 0, reason, time=1)
-    asked: list[Blame] = []
+    asked: list[RootCause] = []
 
-    def examine(blame: Blame) -> PostMortem:
-        asked.append(blame)
-        return PostMortem({"cause": "capacity"}, {})
+    def examine(cause: RootCause) -> MemoryFailure:
+        asked.append(cause)
+        return MemoryFailure({"cause": "capacity"}, {})
 
     outcome = reach_verdict(run, Ending(exit_code=1), examine=examine, may_retry=False)
     assert bool(asked) is (reason in MEMORY)
@@ -213,7 +213,7 @@ def test_a_remedy_that_fits_gives_another_attempt_to_a_job_that_asked_for_it(
     run: RunDirectory, may_retry: bool, changes: dict[str, Any], stop: Any, end: End
 ) -> None:
     _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
-    found = PostMortem({"cause": "capacity"}, changes, {"verdict": "fits"} if changes else None)
+    found = MemoryFailure({"cause": "capacity"}, changes, {"verdict": "fits"} if changes else None)
     outcome = _judge(run, Ending(exit_code=1, stop=stop), may_retry=may_retry, found=found)
     assert outcome.end is end
     assert outcome.recipe_changes == (changes if end is End.RETRY else {})
@@ -224,7 +224,7 @@ def test_a_teacher_that_the_plan_moves_is_a_remedy_without_a_change_of_the_recip
     run: RunDirectory,
 ) -> None:
     _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
-    found = PostMortem({"cause": "capacity"}, {}, {"teacher_placement": "sharded"})
+    found = MemoryFailure({"cause": "capacity"}, {}, {"teacher_placement": "sharded"})
     outcome = _judge(run, Ending(exit_code=1), may_retry=True, found=found)
     assert (outcome.end, outcome.plan) == (End.RETRY, found.plan)
 

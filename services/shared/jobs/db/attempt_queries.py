@@ -11,16 +11,16 @@ from sqlalchemy.orm import Session
 
 from services.shared.jobs.db import job_queries, model_queries
 from services.shared.jobs.db.tables import IS_LEASED, IS_QUEUED, AttemptRow, JobRow
-from services.shared.jobs.db.transitions import append_event, destination, move
+from services.shared.jobs.db.transitions import append_event, next_state, transition
 from services.shared.jobs.errors import InvalidTransition
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import JobState, Phase, Reason
-from services.shared.jobs.views import Beat, EventType, Finished, Kind, Ticket
+from services.shared.jobs.views import EventType, FinishResult, HeartbeatReply, Kind, QueuedJob
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class ClaimedRow:
     """What the database knows of a job just claimed; `store` adds the places on disk."""
 
     job: JobRow
@@ -29,12 +29,12 @@ class Taken:
 
 def claim(
     session: Session, job_id: str, *, worker: str, token: str, lease_seconds: float
-) -> Taken | None:
+) -> ClaimedRow | None:
     """Take a queued job, or return None when it is not queued: a duplicate or late message.
 
     Asked again with the same token, after an answer that was lost, it returns the same attempt.
     """
-    if not move(
+    if not transition(
         session,
         job_id,
         JobState.RUNNING,
@@ -48,14 +48,16 @@ def claim(
         progress=None,
     ):
         mine = _held(session, job_id, token)
-        return None if mine is None else Taken(job=mine, earlier=_earlier_attempts(session, mine))
+        return (
+            None if mine is None else ClaimedRow(job=mine, earlier=_earlier_attempts(session, mine))
+        )
     job = job_queries.get(session, job_id)
     session.execute(
         insert(AttemptRow).values(
             job_id=job_id, number=job.attempt, worker=worker, recipe=job.recipe, plan=job.plan
         )
     )
-    return Taken(job=job, earlier=_earlier_attempts(session, job))
+    return ClaimedRow(job=job, earlier=_earlier_attempts(session, job))
 
 
 def heartbeat(
@@ -66,11 +68,11 @@ def heartbeat(
     phase: Phase | None,
     progress: dict[str, Any] | None,
     lease_seconds: float,
-) -> Beat:
+) -> HeartbeatReply:
     """Renew the lease and copy progress; a new phase or evaluation becomes an event."""
     job = _held(session, job_id, token)
     if job is None:
-        return Beat.LOST
+        return HeartbeatReply.LOST
     columns: dict[str, Any] = {"lease_until": _lease_until(lease_seconds)}
     if phase is not None and phase != job.phase:
         columns["phase"] = phase
@@ -89,12 +91,12 @@ def heartbeat(
                 data=data | {"evaluation": evaluation},
             )
     session.execute(update(JobRow).where(JobRow.id == job_id).values(**columns))
-    return Beat.CANCEL if job.state == JobState.CANCELLING else Beat.CONTINUE
+    return HeartbeatReply.CANCEL if job.state == JobState.CANCELLING else HeartbeatReply.CONTINUE
 
 
 def finish(
     session: Session, job_id: str, *, attempt: int, token: str, outcome: Outcome
-) -> Finished:
+) -> FinishResult:
     """Apply how an attempt ended, unless its lease was lost.
 
     Asked again after an answer that was lost, it says that the outcome is applied; the jobs that are
@@ -102,12 +104,12 @@ def finish(
     """
     job = _held(session, job_id, token)
     if job is None:
-        return Finished(applied=_ended_as(session, job_id, attempt, outcome.end), to_send=[])
+        return FinishResult(applied=_ended_as(session, job_id, attempt, outcome.end), to_send=[])
     to_send = _end_attempt(session, job, ending=outcome.end, outcome=outcome)
-    return Finished(applied=True, to_send=to_send)
+    return FinishResult(applied=True, to_send=to_send)
 
 
-def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[Ticket]:
+def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[QueuedJob]:
     """End attempts whose lease ran out; return the jobs to be sent.
 
     A row that somebody else has locked is left to the next sweep.
@@ -119,7 +121,7 @@ def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[Tick
         .limit(limit)
         .with_for_update(skip_locked=True)
     ).all()
-    to_send: list[Ticket] = []
+    to_send: list[QueuedJob] = []
     for job in jobs:
         message = f"Worker {job.worker} fell silent during attempt {job.attempt}."
         lost = Outcome(end=End.RETRY, reason=Reason.LOST, message=message)
@@ -129,7 +131,7 @@ def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[Tick
 
 def overdue(
     session: Session, kind: Kind, *, sent_before: datetime | timedelta, limit: int
-) -> list[Ticket]:
+) -> list[QueuedJob]:
     """Mark the longest queued jobs as sent again and return them.
 
     `sent_before` is a moment, or an age by the database's clock.
@@ -143,7 +145,7 @@ def overdue(
         .with_for_update(skip_locked=True)
     ).all()
     session.execute(update(JobRow).where(JobRow.id.in_(ids)).values(sent_at=func.now()))
-    return [Ticket(job_id, kind) for job_id in ids]
+    return [QueuedJob(job_id, kind) for job_id in ids]
 
 
 def without_result(session: Session, attempts: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -187,15 +189,15 @@ def _ended_as(session: Session, job_id: str, attempt: int, end: End) -> bool:
 
 def _end_attempt(
     session: Session, job: JobRow, *, ending: End | str, outcome: Outcome
-) -> list[Ticket]:
+) -> list[QueuedJob]:
     """End the running attempt of a locked job; return the jobs to be sent."""
-    target, reason = destination(
+    target, reason = next_state(
         outcome.end,
         state=JobState(job.state),
         reason=outcome.reason,
         attempts_left=job.used_attempts < job.max_attempts,
     )
-    moved = move(
+    moved = transition(
         session,
         job.id,
         target,
@@ -223,11 +225,11 @@ def _end_attempt(
         )
     )
     if target is JobState.QUEUED:
-        return [Ticket(job.id, job.kind)]
+        return [QueuedJob(job.id, job.kind)]
     if target is JobState.SUCCEEDED:
         assert outcome.report is not None
         model_queries.add(session, job, outcome.report)
-    return job_queries.settle_children(session, job.id)
+    return job_queries.release_children(session, job.id)
 
 
 def _learned(job: JobRow, outcome: Outcome, target: JobState) -> dict[str, Any]:

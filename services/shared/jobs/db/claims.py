@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.shared.jobs.db.attempt_queries import Taken
+from services.shared.jobs.db.attempt_queries import ClaimedRow
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.ids import model_id_of
 from services.shared.jobs.outcome import End, Outcome
@@ -15,7 +15,7 @@ from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
 
 
-def make_claim(taken: Taken, *, settings: JobSettings) -> Claim:
+def make_claim(taken: ClaimedRow, *, settings: JobSettings) -> Claim:
     """Return the claim; what is not on disk any more becomes its `problem`."""
     job = taken.job
     assert job.token is not None

@@ -13,10 +13,10 @@ from sqlalchemy.orm import Session
 from services.shared.jobs.db.pagination import LARGEST_SEQ, checked_limit
 from services.shared.jobs.db.references import References, check_references
 from services.shared.jobs.db.tables import AttemptRow, EventRow, JobRow, ModelRow
-from services.shared.jobs.db.transitions import append_state_event, move
-from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound, blaming
+from services.shared.jobs.db.transitions import append_state_event, transition
+from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound, prefix_field
 from services.shared.jobs.ids import new_id
-from services.shared.jobs.planning.plan_vs_measured import side_by_side
+from services.shared.jobs.planning.plan_vs_measured import compare_phases
 from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import (
@@ -27,14 +27,14 @@ from services.shared.jobs.views import (
     Kind,
     Page,
     PlanError,
-    Ticket,
+    QueuedJob,
 )
 
 _MAX_KEY_LENGTH = 255
 _SUMMARY = [getattr(JobRow, name) for name in JobSummary.model_fields]
 
 
-class Planned(NamedTuple):
+class StoredPlan(NamedTuple):
     """What is stored with a job besides its spec."""
 
     plan: dict[str, Any] | None = None
@@ -60,7 +60,7 @@ def create(
         known = _by_key(session, idempotency_key, sha256)
         if known is not None:
             return known, False
-    with blaming(None if request is None else spec.kind):
+    with prefix_field(None if request is None else spec.kind):
         references = check_references(session, spec)
     job_id = session.execute(
         insert(JobRow)
@@ -89,8 +89,8 @@ def create_chain(
     session: Session,
     chain: ChainSpec,
     *,
-    teacher: Planned,
-    distill: Planned,
+    teacher: StoredPlan,
+    distill: StoredPlan,
     idempotency_key: str | None = None,
 ) -> tuple[str, bool]:
     """Insert both jobs of a chain unless its key is known; return the teacher's id, and if it is new."""
@@ -190,7 +190,7 @@ def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
     for device, phases, placement, engine, measured, observed in rows:
         plan = {"phases": phases, "teacher_placement": placement, "recipe": {"engine": engine}}
         worst: dict[str, float] = {}
-        for rank in side_by_side(plan, measured, observed).values():
+        for rank in compare_phases(plan, measured, observed).values():
             for phase, memory in rank.phases.items():
                 if memory.error_ratio is not None:
                     worst[phase] = max(worst.get(phase, 0.0), memory.error_ratio, key=abs)
@@ -204,9 +204,9 @@ def request_cancel(session: Session, job_id: str) -> None:
     if state in (JobState.CANCELLING, JobState.CANCELLED):
         return
     if state is JobState.RUNNING:
-        move(session, job_id, JobState.CANCELLING)
+        transition(session, job_id, JobState.CANCELLING)
         return
-    if not move(
+    if not transition(
         session,
         job_id,
         JobState.CANCELLED,
@@ -214,10 +214,10 @@ def request_cancel(session: Session, job_id: str) -> None:
         message="Cancelled before it started.",
     ):
         raise InvalidTransition(job_id, state, JobState.CANCELLED)
-    settle_children(session, job_id)
+    release_children(session, job_id)
 
 
-def settle_children(session: Session, job_id: str) -> list[Ticket]:
+def release_children(session: Session, job_id: str) -> list[QueuedJob]:
     """Release or fail the jobs that wait for a job which has just ended; return those to be sent.
 
     A child that fails takes its own children along.
@@ -229,15 +229,17 @@ def settle_children(session: Session, job_id: str) -> list[Ticket]:
         .where(JobRow.parent_job_id == job_id, JobRow.state == JobState.WAITING)
         .order_by(JobRow.id)
     ).all()
-    to_send: list[Ticket] = []
+    to_send: list[QueuedJob] = []
     for child_id, kind in waiting:
         if model_id is not None:
-            if move(session, child_id, JobState.QUEUED, teacher_model_id=model_id):
-                to_send.append(Ticket(child_id, kind))
+            if transition(session, child_id, JobState.QUEUED, teacher_model_id=model_id):
+                to_send.append(QueuedJob(child_id, kind))
             continue
         message = f"Its teacher job {job_id} is {parent.state}: {parent.message}"
-        if move(session, child_id, JobState.FAILED, reason=Reason.PARENT_FAILED, message=message):
-            settle_children(session, child_id)
+        if transition(
+            session, child_id, JobState.FAILED, reason=Reason.PARENT_FAILED, message=message
+        ):
+            release_children(session, child_id)
     return to_send
 
 

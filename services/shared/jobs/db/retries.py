@@ -16,7 +16,7 @@ from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSource, Teache
 from services.shared.jobs.state import JobState, Reason
 from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
 
-_IN_VAIN = (JobState.FAILED, JobState.CANCELLED)
+_UNSUCCESSFUL = (JobState.FAILED, JobState.CANCELLED)
 
 
 def retry(
@@ -53,7 +53,7 @@ def retry(
         retry_of=job_id,
     )
     if created:
-        _revive_children(session, job_id, new_parent_id=new)
+        _retry_children(session, job_id, new_parent_id=new)
     return new, created
 
 
@@ -89,7 +89,7 @@ def changed_spec(
         raise InvalidInput(f"{field}: {first['msg']}", field=field) from error
 
 
-def _revive_children(session: Session, parent_id: str, *, new_parent_id: str) -> None:
+def _retry_children(session: Session, parent_id: str, *, new_parent_id: str) -> None:
     """Insert anew the jobs that failed with a job, and their own children with them.
 
     One that has been inserted anew before is left alone, unless that failed or was cancelled too.
@@ -101,7 +101,7 @@ def _revive_children(session: Session, parent_id: str, *, new_parent_id: str) ->
             JobRow.parent_job_id == parent_id,
             JobRow.state == JobState.FAILED,
             JobRow.reason == Reason.PARENT_FAILED,
-            ~exists().where(again.retry_of == JobRow.id, again.state.not_in(_IN_VAIN)),
+            ~exists().where(again.retry_of == JobRow.id, again.state.not_in(_UNSUCCESSFUL)),
         )
         .order_by(JobRow.id)
     ).all()
@@ -115,4 +115,4 @@ def _revive_children(session: Session, parent_id: str, *, new_parent_id: str) ->
             recipe=Recipe.model_validate(child.recipe),
             retry_of=child.id,
         )
-        _revive_children(session, child.id, new_parent_id=new)
+        _retry_children(session, child.id, new_parent_id=new)

@@ -13,7 +13,7 @@ from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.db import attempt_queries, job_queries, model_queries, retries
 from services.shared.jobs.db.claims import make_claim
 from services.shared.jobs.db.connection import create_engine, transaction
-from services.shared.jobs.db.job_queries import Planned
+from services.shared.jobs.db.job_queries import StoredPlan
 from services.shared.jobs.db.pagination import checked_limit
 from services.shared.jobs.db.tables import DatasetRow
 from services.shared.jobs.errors import Conflict, NotFound
@@ -25,11 +25,11 @@ from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpe
 from services.shared.jobs.state import JobState, Phase
 from services.shared.jobs.views import (
     AttemptView,
-    Beat,
     Claim,
     DatasetView,
     EventView,
-    Finished,
+    FinishResult,
+    HeartbeatReply,
     JobSummary,
     JobView,
     Kind,
@@ -37,7 +37,7 @@ from services.shared.jobs.views import (
     Page,
     PlanError,
     PromotionView,
-    Ticket,
+    QueuedJob,
 )
 
 
@@ -117,8 +117,8 @@ class Store:
         self,
         chain: ChainSpec,
         *,
-        teacher: Planned = Planned(),
-        distill: Planned = Planned(),
+        teacher: StoredPlan = StoredPlan(),
+        distill: StoredPlan = StoredPlan(),
         idempotency_key: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store both jobs of a chain or neither; return the teacher job and whether they are new.
@@ -227,7 +227,7 @@ class Store:
         phase: Phase | None = None,
         progress: dict[str, Any] | None = None,
         lease_seconds: float,
-    ) -> Beat:
+    ) -> HeartbeatReply:
         """Renew the lease and copy progress (fields of rundir.ProgressRecord) to the job."""
         with transaction(self.engine) as session:
             return attempt_queries.heartbeat(
@@ -239,7 +239,7 @@ class Store:
                 lease_seconds=lease_seconds,
             )
 
-    def finish(self, claim: Claim, outcome: Outcome) -> Finished:
+    def finish(self, claim: Claim, outcome: Outcome) -> FinishResult:
         """Apply how the attempt ended, and everything that follows, in one transaction.
 
         Not applied when the lease was lost: then the result is to be discarded. May be asked again
@@ -255,21 +255,23 @@ class Store:
                 outcome=outcome,
             )
 
-    def hand_back(self, claim: Claim) -> Finished:
+    def hand_back(self, claim: Claim) -> FinishResult:
         """Queue the job again without using up an attempt: this worker shuts down."""
         message = "Handed back by a worker that shuts down."
         return self.finish(claim, Outcome(end=End.HANDED_BACK, message=message))
 
     # What the sweep does
 
-    def end_lost_attempts(self, *, now: datetime | None = None, limit: int = 100) -> list[Ticket]:
+    def end_lost_attempts(
+        self, *, now: datetime | None = None, limit: int = 100
+    ) -> list[QueuedJob]:
         """End attempts whose lease ran out, by the database's clock or by `now`; return what to send."""
         with transaction(self.engine) as session:
             return attempt_queries.end_lost(session, now=now, limit=limit)
 
     def overdue_jobs(
         self, kind: Kind, *, sent_before: datetime | timedelta, limit: int = 100
-    ) -> list[Ticket]:
+    ) -> list[QueuedJob]:
         """Mark the longest queued jobs that were last sent before a moment (or an age) as sent now."""
         with transaction(self.engine) as session:
             return attempt_queries.overdue(session, kind, sent_before=sent_before, limit=limit)

@@ -186,7 +186,7 @@ class AttemptRow(Table):
     observed: Mapped[dict[str, Any] | None]
     diagnosis: Mapped[dict[str, Any] | None]
     plan: Mapped[dict[str, Any] | None]
-    failure: Mapped[dict[str, Any] | None]  # of the rank to blame
+    failure: Mapped[dict[str, Any] | None]  # of the rank that caused it
 
     __table_args__ = (
         CheckConstraint("number >= 1", name="number_positive"),

@@ -16,7 +16,7 @@ _NO_LEASE = {"token": None, "lease_until": None, "worker": None}
 _LEASED = frozenset({JobState.RUNNING, JobState.CANCELLING})
 
 
-def move(
+def transition(
     session: Session,
     job_id: str,
     target: JobState,
@@ -73,7 +73,7 @@ def append_event(
     session.execute(insert(EventRow).values(job_id=job_id, attempt=attempt, type=type, data=data))
 
 
-def destination(
+def next_state(
     end: End, *, state: JobState, reason: Reason | None, attempts_left: bool
 ) -> tuple[JobState, Reason | None]:
     """Return where a job in `state` goes when its attempt came to this end.

@@ -41,7 +41,7 @@ class RankMemory(BaseModel):
     phases: dict[str, PhaseMemory]
 
 
-def side_by_side(
+def compare_phases(
     plan: Mapping[str, Any] | None,
     measured: Mapping[str, Mapping[str, int]] | None,
     observed: Mapping[str, Any] | None,

@@ -41,7 +41,7 @@ from services.shared.jobs.spec import (
     TrainedTokenizer,
 )
 from services.shared.jobs.views import Claim
-from services.shared.launch.aftermath.outcome import Blame, PostMortem
+from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause
 from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.case import Case
@@ -73,8 +73,8 @@ class _Job:
 
 
 def examine_memory(
-    blame: Blame, *, claim: Claim, run: RunDirectory, settings: JobSettings, exit_code: int
-) -> PostMortem:
+    cause: RootCause, *, claim: Claim, run: RunDirectory, settings: JobSettings, exit_code: int
+) -> MemoryFailure:
     """Diagnose the failure of one attempt and choose the first remedy that fits and can be run.
 
     A distillation's message is read without its shapes: two models lay on the card, and which of
@@ -84,17 +84,17 @@ def examine_memory(
     try:
         job = _known_job(claim, recipe, settings)
         facts = _facts(claim, recipe, job, settings)
-        told = _told(blame, run=run, exit_code=exit_code)
+        told = _told(cause, run=run, exit_code=exit_code)
         document: dict[str, Any] = {**diagnose(Case.from_dict(facts | told)).to_dict()}
         if job is None:
-            return PostMortem(diagnosis=document, recipe_changes={})
+            return MemoryFailure(diagnosis=document, recipe_changes={})
         remedies = list(_remedies(document, claim, job, settings))
     except InvalidInput as error:
         log.warning("no_diagnosis", job_id=claim.job_id, error=str(error))
-        return PostMortem(diagnosis=None, recipe_changes={})
+        return MemoryFailure(diagnosis=None, recipe_changes={})
     fitting = [r["changes"] for r in remedies if r["changes"] and r["verdict"] == "fits"]
     placement, changes = split_changes(fitting[0]) if fitting else (None, {})
-    return PostMortem(
+    return MemoryFailure(
         diagnosis=document | {"remedies": remedies},
         recipe_changes=changes,
         plan=_plan_with(placement, changes, claim, job, settings) if fitting else None,
@@ -169,12 +169,12 @@ def _facts(claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings
     return facts
 
 
-def _told(blame: Blame, *, run: RunDirectory, exit_code: int) -> dict[str, Any]:
+def _told(cause: RootCause, *, run: RunDirectory, exit_code: int) -> dict[str, Any]:
     """Return what the failed rank and its probe said, as fields of a case."""
-    told: dict[str, Any] = {"log": blame.log, "exit_code": exit_code}
-    if blame.failure is not None:
-        told |= {"phase": blame.failure.phase, "step": blame.failure.step}
-    ranks = run.ranks() if blame.rank is None else [blame.rank]
+    told: dict[str, Any] = {"log": cause.log, "exit_code": exit_code}
+    if cause.failure is not None:
+        told |= {"phase": cause.failure.phase, "step": cause.failure.step}
+    ranks = run.ranks() if cause.rank is None else [cause.rank]
     for rank in ranks:
         for _, record in read_records(run.memory_file(rank), MemoryRecord):
             if record.observed is not None:

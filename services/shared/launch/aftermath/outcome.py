@@ -29,7 +29,7 @@ from services.shared.launch.supervise import Ending, Force, StopReason
 _MEMORY_REASONS = frozenset(
     {Reason.DEVICE_OUT_OF_MEMORY, Reason.HOST_OUT_OF_MEMORY, Reason.NOT_SHARDED}
 )
-# A rank that waits in vain for a failed one reports this; the one that failed is to blame.
+# A rank that waits in vain for a failed one reports this; the one that failed is the root cause.
 _ECHO = Reason.COLLECTIVE_TIMEOUT
 
 # Less than this, and neither a log nor a failure's own file could be written.
@@ -41,7 +41,7 @@ _LAST_ERROR = re.compile(
 
 
 @dataclass(frozen=True)
-class Blame:
+class RootCause:
     """The rank that failed first, and why."""
 
     reason: Reason
@@ -53,7 +53,7 @@ class Blame:
 
 
 @dataclass(frozen=True)
-class PostMortem:
+class MemoryFailure:
     """What an examination of a memory failure found."""
 
     diagnosis: dict[str, Any] | None
@@ -66,7 +66,7 @@ class PostMortem:
         return bool(self.recipe_changes) or self.plan is not None
 
 
-Examine = Callable[[Blame], PostMortem]
+Examine = Callable[[RootCause], MemoryFailure]
 
 
 def reach_verdict(
@@ -87,25 +87,25 @@ def reach_verdict(
         stopped = _after_a_stop(ending, report)
         if stopped is not None:
             return stopped.model_copy(update=evidence)
-    blame = blame_rank(run, ending, failures)
-    found = examine(blame) if blame.reason in _MEMORY_REASONS else PostMortem(None, {})
+    cause = find_root_cause(run, ending, failures)
+    found = examine(cause) if cause.reason in _MEMORY_REASONS else MemoryFailure(None, {})
     mended = may_retry and found.has_remedy and ending.stop is None
-    end = _end_of_failure(ending.stop, retry=mended or not blame.is_ours)
+    end = _end_of_failure(ending.stop, retry=mended or not cause.is_ours)
     return Outcome(
         end=end,
-        reason=Reason.CANCELLED if end is End.CANCELLED else blame.reason,
-        message=blame.message,
+        reason=Reason.CANCELLED if end is End.CANCELLED else cause.reason,
+        message=cause.message,
         exit_code=ending.exit_code,
-        failed_rank=blame.rank,
+        failed_rank=cause.rank,
         diagnosis=found.diagnosis,
-        failure=blame.failure.model_dump(mode="json") if blame.failure else None,
+        failure=cause.failure.model_dump(mode="json") if cause.failure else None,
         recipe_changes=found.recipe_changes if mended else {},
         plan=found.plan if mended else None,
         **evidence,
     )
 
 
-def blame_rank(run: RunDirectory, ending: Ending, failures: list[Failure]) -> Blame:
+def find_root_cause(run: RunDirectory, ending: Ending, failures: list[Failure]) -> RootCause:
     """Return the first failure that is no echo of another.
 
     A rank killed by SIGKILL leaves no file; the others then report only that a collective timed out
@@ -115,19 +115,19 @@ def blame_rank(run: RunDirectory, ending: Ending, failures: list[Failure]) -> Bl
     told = [failure for failure in failures if failure.reason is not _ECHO]
     if told:
         first = told[0]
-        return Blame(first.reason, first.message, first.rank, first, _text_of(first))
+        return RootCause(first.reason, first.message, first.rank, first, _text_of(first))
     spoke = {failure.rank for failure in failures}
     silent = [exit for exit in exits if exit.rank not in spoke]
     killed = [exit for exit in silent if exit.exit_code in (-9, 137)]
     if killed or (ending.exit_code in (-9, 137) and ending.force is not Force.KILLED):
-        return _blame_kill(killed[0].rank if killed else None, ending)
+        return _cause_of_kill(killed[0].rank if killed else None, ending)
     died = [exit for exit in silent if exit.signal_name not in (None, "SIGTERM")]
     if died:
-        return _blame_signal(died[0])
+        return _cause_of_signal(died[0])
     if failures:
         first = failures[0]
-        return Blame(first.reason, first.message, first.rank, first, _text_of(first))
-    return _blame_log(run, exits, ending)
+        return RootCause(first.reason, first.message, first.rank, first, _text_of(first))
+    return _cause_in_log(run, exits, ending)
 
 
 def _after_a_stop(ending: Ending, report: Report | None) -> Outcome | None:
@@ -167,10 +167,10 @@ def _end_of_failure(stop: StopReason | None, *, retry: bool) -> End:
     return End.RETRY if retry else End.FAILED
 
 
-def _blame_kill(rank: int | None, ending: Ending) -> Blame:
+def _cause_of_kill(rank: int | None, ending: Ending) -> RootCause:
     who = "torchrun" if rank is None else f"rank {rank}"
     if ending.oom_killed:
-        return Blame(
+        return RootCause(
             Reason.HOST_OUT_OF_MEMORY,
             f"The kernel killed {who} for lack of host memory (its oom_kill counter moved).",
             rank,
@@ -181,32 +181,32 @@ def _blame_kill(rank: int | None, ending: Ending) -> Blame:
         if ending.oom_killed is None
         else "the kernel counted no OOM kill, so somebody sent the signal"
     )
-    return Blame(Reason.CRASHED, f"SIGKILL ended {who}; {witness}.", rank, is_ours=False)
+    return RootCause(Reason.CRASHED, f"SIGKILL ended {who}; {witness}.", rank, is_ours=False)
 
 
-def _blame_signal(exit: RankExit) -> Blame:
-    return Blame(
+def _cause_of_signal(exit: RankExit) -> RootCause:
+    return RootCause(
         Reason.CRASHED,
         f"Rank {exit.rank} was ended by {exit.signal_name}; the end of torchrun.log shows where.",
         exit.rank,
     )
 
 
-def _blame_log(run: RunDirectory, exits: list[RankExit], ending: Ending) -> Blame:
+def _cause_in_log(run: RunDirectory, exits: list[RankExit], ending: Ending) -> RootCause:
     """Return what can be said of ranks that wrote no failure file: the log has the last word."""
     rank = exits[0].rank if exits else None
     told = read_error_file(run.path / "torchrun", rank) if rank is not None else None
     text = told or read_tail(run.log, max_bytes=64 * 1024)
     if told is None and shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:
         message = f"The ranks ended without a word, and no space is left for {run.path}: free some."
-        return Blame(Reason.DISK_FULL, message, rank, log=text)
+        return RootCause(Reason.DISK_FULL, message, rank, log=text)
     # torchrun's own ChildFailedError closes the log; a rank's error stands before it.
     errors = [line for line in _LAST_ERROR.findall(text) if "ChildFailedError" not in line]
     last = errors[-1] if errors else f"torchrun ended with code {ending.exit_code}"
     started = bool(run.ranks()) or run.progress.exists()
     if started:
-        return Blame(Reason.CRASHED, last, rank, log=text)
-    return Blame(
+        return RootCause(Reason.CRASHED, last, rank, log=text)
+    return RootCause(
         Reason.LAUNCH_FAILED, f"The ranks did not start: {last} (see torchrun.log)", rank, log=text
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from services.shared.jobs.state import Reason
 from services.shared.model.classifier import initial_heads, initial_projections
-from services.shared.training.process import RunFailed, blame
+from services.shared.training.process import RunFailed, fail_with
 from services.shared.training.sharding.safetensors_ranges import TensorFile
 from services.shared.training.sharding.shard import Piece, Sharded, plain_name
 
@@ -87,7 +87,7 @@ def load_pretrained(
     Raises RunFailed(BAD_MODEL) for missing, misshapen or unreadable tensors and for pickled weights.
     """
     sums = Checksums()
-    with blame(Reason.BAD_MODEL), ExitStack() as stack:
+    with fail_with(Reason.BAD_MODEL), ExitStack() as stack:
         where = _open_weights(directory, stack)
         backbone: Any = sharded.classifier.backbone
         for piece in sharded.pieces:

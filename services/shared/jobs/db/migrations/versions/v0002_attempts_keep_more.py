@@ -1,4 +1,4 @@
-"""Attempts keep the plan they ran with and what the rank to blame said of its failure."""
+"""Attempts keep the plan they ran with and the failure record of the rank that caused it."""
 
 from __future__ import annotations
 
