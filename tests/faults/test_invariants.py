@@ -12,7 +12,7 @@ import pytest
 
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.run_directory import RunDirectory
-from services.shared.jobs.views import Ticket
+from services.shared.jobs.views import QueuedJob
 from tests.faults.invariants import check_job
 
 
@@ -66,7 +66,7 @@ def succeed_twice(store: Store, job_id: str) -> None:
 def test_a_violation_is_detected(
     store: Store,
     submit: Callable[..., str],
-    work: Callable[..., list[Ticket]],
+    work: Callable[..., list[QueuedJob]],
     tamper: Callable[[Store, str], None],
     message: str,
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_violation_is_detected(
 
 
 def test_a_job_that_fails_before_its_last_attempt_is_detected(
-    store: Store, submit: Callable[..., str], work: Callable[..., list[Ticket]]
+    store: Store, submit: Callable[..., str], work: Callable[..., list[QueuedJob]]
 ) -> None:
     job_id = submit("killed_after_1", max_attempts=1)
     work(job_id)
