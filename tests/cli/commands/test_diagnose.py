@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from services.cli.commands.diagnose import diagnose
+from services.shared.memory.forensics.diagnosis import DiagnosisDict
 from tools.diagnose_score import score, table
 
 DATA = Path(__file__).parents[2] / "data"
@@ -40,14 +41,15 @@ app = typer.Typer()
 app.command()(diagnose)
 
 
-def run(*arguments: str, stdin: str | None = None):
+def run(*arguments: str, stdin: str | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=stdin)
 
 
-def answer(*arguments: str, stdin: str | None = None) -> dict:
+def answer(*arguments: str, stdin: str | None = None) -> DiagnosisDict:
     result = run(*arguments, "--json", stdin=stdin)
     assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    found: DiagnosisDict = json.loads(result.stdout)
+    return found
 
 
 def test_a_case_file_is_diagnosed_as_json() -> None:
@@ -63,10 +65,12 @@ def test_a_log_on_standard_input_with_options_gives_the_same_as_a_case() -> None
     assert any("without temporaries" in what for what in left)
 
 
-def test_a_log_file_is_told_from_a_case(tmp_path: Path) -> None:
+def test_a_log_file_is_distinguished_from_a_case(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     log.write_text('{"loss": 0.5}\n{"loss": 0.4}\n' + MESSAGE)
-    assert answer(str(log))["message"]["requested_bytes"] == 932 * 2**20
+    message = answer(str(log))["message"]
+    assert message is not None
+    assert message["requested_bytes"] == 932 * 2**20
 
 
 def test_options_override_the_fields_of_a_case(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Weighing explanations: public reports, rules of evidence, and what is never said."""
+"""Diagnoses of public reports, one rule at a time, and what a diagnosis never claims."""
 
 import json
 import random
@@ -67,7 +67,7 @@ def test_no_report_is_certain_and_wrong(scores: list[Score]) -> None:
     assert not [one.name for one in scores if one.certain_and_wrong]
 
 
-def test_reports_whose_cause_nobody_established_are_never_certain(scores: list[Score]) -> None:
+def test_reports_without_an_established_cause_are_never_certain(scores: list[Score]) -> None:
     unknown = [one for one in scores if one.known_cause is None]
     assert unknown
     assert all(one.diagnosis.confidence is not Confidence.CERTAIN for one in unknown)
@@ -106,7 +106,7 @@ def test_the_fault_comes_before_smaller_recipes_when_nothing_was_sharded() -> No
 
 
 class TestProbe:
-    """What our own ranks saw after wrapping decides."""
+    """What the probe of our own ranks measured after wrapping is decisive."""
 
     def test_whole_parameters_on_a_rank_are_not_sharded(self) -> None:
         local = 7_568_000_000 * 2
@@ -155,7 +155,7 @@ class TestProbe:
         ("Failed to clone() tensor with name lm_head.weight on rank 0", Cause.CHECKPOINT_GATHER),
     ],
 )
-def test_who_spoke_tells_the_cause(log: str, cause: Cause) -> None:
+def test_the_source_of_a_message_determines_the_cause(log: str, cause: Cause) -> None:
     assert read(log=log, sharding_strategy="FSDP1 full_shard").cause is cause
 
 
@@ -185,7 +185,7 @@ def test_memory_free_beyond_the_request_is_no_shortage() -> None:
     )
 
 
-def test_another_process_on_the_card_is_seen() -> None:
+def test_another_process_on_the_device_is_recognised() -> None:
     log = (
         "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of 39.39 GiB of "
         "which 20.00 MiB is free. Process 77 has 30.00 GiB memory in use. Including non-PyTorch "
@@ -201,7 +201,7 @@ def test_free_blocks_that_would_suffice_packed_are_fragmentation() -> None:
     assert found.cause is Cause.FRAGMENTATION
 
 
-def test_temporaries_are_blamed_only_where_the_job_fits_without_them() -> None:
+def test_temporaries_are_the_cause_only_where_the_job_fits_without_them() -> None:
     trace = "in torch._foreach_sqrt"
     fits = read(**QWEN3_8B, log=trace, optimizer="adamw foreach", phase="optimizer_step")
     crowded = read(
@@ -233,7 +233,7 @@ def test_adapters_alone_do_not_need_the_state_of_a_full_training() -> None:
     assert lora.cause is Cause.UNDECIDED
 
 
-def test_a_traceback_through_an_engine_stands_in_for_an_untold_strategy() -> None:
+def test_a_traceback_through_an_engine_replaces_a_missing_strategy() -> None:
     log = (
         '  File "torch/distributed/fsdp/_flat_param.py", line 1, in _alloc_padded_unsharded\n'
         + message("386.00 MiB", "38.00 GiB")
@@ -241,7 +241,7 @@ def test_a_traceback_through_an_engine_stands_in_for_an_untold_strategy() -> Non
     assert read(model_name="Qwen3-8B", heads=[2], ranks=4, log=log).sharded is Sharded.YES
 
 
-def test_nothing_told_is_undecided_and_asks_for_the_message() -> None:
+def test_an_empty_case_is_undecided_and_requests_the_message() -> None:
     found = read()
     assert (found.cause, found.confidence) == (Cause.UNDECIDED, Confidence.UNDECIDED)
     assert found.next_measurement is not None
@@ -254,7 +254,7 @@ def test_every_undecided_report_names_what_to_measure(scores: list[Score]) -> No
     assert all(one.diagnosis.next_measurement for one in undecided)
 
 
-def test_a_decided_cause_asks_for_nothing_more(scores: list[Score]) -> None:
+def test_a_decided_cause_names_no_measurement(scores: list[Score]) -> None:
     decided = [s for s in scores if s.diagnosis.confidence is not Confidence.UNDECIDED]
     assert all(one.diagnosis.next_measurement is None for one in decided)
 
@@ -289,7 +289,7 @@ class TestCase:
     def test_null_is_the_same_as_leaving_out(self) -> None:
         assert Case.from_dict({"ranks": None, "log": None}) == Case()
 
-    def test_words_of_people_are_understood(self) -> None:
+    def test_free_text_values_are_understood(self) -> None:
         case = Case.from_dict({"parameters": "bf16", "framework": "FSDP1 full_shard"})
         assert (str(case.parameters), str(case.framework)) == ("bfloat16", "fsdp1")
 
@@ -331,7 +331,7 @@ def test_the_json_has_the_fields_of_the_contract() -> None:
     assert found["message"]["requested_bytes"] == 388 * 2**20
 
 
-def test_cases_put_together_at_random_never_raise() -> None:
+def test_randomly_combined_cases_never_raise() -> None:
     chance = random.Random(7)
     values: dict[str, list[Any]] = {"exit_code": [-9, 1], "observed": [{"sharded_units": 0}, {}]}
     for case in CASES.values():
@@ -343,7 +343,7 @@ def test_cases_put_together_at_random_never_raise() -> None:
         assert json.dumps(read(**case).to_dict())
 
 
-def test_predictions_never_stand_without_a_reason(scores: list[Score]) -> None:
+def test_every_hypothesis_has_a_reason(scores: list[Score]) -> None:
     for one in scores:
         for hypothesis in one.diagnosis.hypotheses:
             excluded = hypothesis.strength is Strength.EXCLUDED
@@ -352,6 +352,8 @@ def test_predictions_never_stand_without_a_reason(scores: list[Score]) -> None:
 
 def test_a_fitting_recipe_is_smaller_than_the_card() -> None:
     found = diagnose(Case.from_dict(CASES["alpaca-223"]))
-    fitting = [r for r in found.remedies if r.verdict == "fits" and r.predicted_peak_bytes]
+    fitting = [
+        peak for r in found.remedies if r.verdict == "fits" and (peak := r.predicted_peak_bytes)
+    ]
     assert fitting
-    assert all(r.predicted_peak_bytes < 31.75 * GIB for r in fitting)
+    assert all(peak < 31.75 * GIB for peak in fitting)

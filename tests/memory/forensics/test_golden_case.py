@@ -1,4 +1,4 @@
-"""The published failure that nobody had explained, given exactly as its author published it."""
+"""A published failure without an accepted explanation, given exactly as its author published it."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,8 @@ from services.shared.memory.forensics.diagnosis import (
     Confidence,
     Diagnosis,
     Hypothesis,
+    RecipeChanges,
+    Remedy,
     Sharded,
     Strength,
 )
@@ -32,7 +34,7 @@ def explanation(golden: Diagnosis, words: str) -> Hypothesis:
     return found
 
 
-def remedy(golden: Diagnosis, changes: dict):
+def remedy(golden: Diagnosis, changes: RecipeChanges) -> Remedy:
     (found,) = [r for r in golden.remedies if r.changes == changes]
     return found
 
@@ -53,7 +55,7 @@ def test_the_request_is_one_decoder_layer_in_bfloat16_and_nothing_else(golden: D
     assert request.size_bytes == 487_598_336 * 2
 
 
-def test_it_stays_undecided_between_what_the_numbers_leave(golden: Diagnosis) -> None:
+def test_it_stays_undecided_between_the_remaining_hypotheses(golden: Diagnosis) -> None:
     assert (golden.cause, golden.confidence) == (Cause.UNDECIDED, Confidence.UNDECIDED)
     left = [h for h in golden.hypotheses if h.strength is not Strength.EXCLUDED]
     assert {(h.what.split(":")[0], h.step) for h in left} == {
@@ -77,7 +79,7 @@ def test_fused_float32_state_fits_at_1974_tokens_in_step_2(golden: Diagnosis) ->
     assert found.predicted_allocated_bytes == pytest.approx(59.36 * GIB, abs=PRINT)
 
 
-def test_shard_grad_op_is_left_only_through_the_environment(golden: Diagnosis) -> None:
+def test_shard_grad_op_is_possible_only_through_the_environment(golden: Diagnosis) -> None:
     found = explanation(golden, "SHARD_GRAD_OP")
     assert any("FSDP_SHARDING_STRATEGY" in text for text in found.objections)
 
@@ -93,7 +95,7 @@ def test_shard_grad_op_is_left_only_through_the_environment(golden: Diagnosis) -
         ("bfloat16 state", Cause.CAPACITY),
     ],
 )
-def test_what_cannot_have_happened_is_excluded_with_its_reason(
+def test_impossible_scenarios_are_excluded_with_a_reason(
     golden: Diagnosis, words: str, cause: Cause
 ) -> None:
     found = explanation(golden, words)
@@ -106,7 +108,7 @@ def test_a_replica_is_excluded_by_220_mebibytes(golden: Diagnosis) -> None:
     assert found.predicted_allocated_bytes == pytest.approx(59.575 * GIB, abs=PRINT)
 
 
-def test_the_default_optimizer_dies_in_the_first_update_with_small_requests(
+def test_the_default_optimizer_fails_in_the_first_update_with_small_requests(
     golden: Diagnosis,
 ) -> None:
     found = explanation(golden, "foreach")
@@ -143,17 +145,18 @@ def test_the_arithmetic_says_that_the_job_does_not_fit(golden: Diagnosis) -> Non
     ],
 )
 def test_recipes_that_fit_eight_and_seven_cards_are_offered(
-    golden: Diagnosis, changes: dict, on_eight: float, on_seven: float
+    golden: Diagnosis, changes: RecipeChanges, on_eight: float, on_seven: float
 ) -> None:
     found = remedy(golden, changes)
     assert found.verdict == "fits"
     assert found.predicted_peak_bytes == pytest.approx(on_eight * GIB, rel=0.002)
+    assert found.one_rank_less is not None
     assert found.one_rank_less.ranks == 7
     assert found.one_rank_less.verdict == "fits"
     assert found.one_rank_less.predicted_peak_bytes == pytest.approx(on_seven * GIB, rel=0.002)
 
 
-def test_offloading_is_refused_for_the_host(golden: Diagnosis) -> None:
+def test_full_offload_is_rejected_for_lack_of_host_memory(golden: Diagnosis) -> None:
     found = remedy(golden, {"offload": "all"})
     assert found.verdict == "does_not_fit"
     assert "host needs" in found.costs
@@ -174,7 +177,9 @@ def test_reducing_every_micro_batch_alone_does_not_suffice(golden: Diagnosis) ->
         "allocated by PyTorch",
     ],
 )
-def test_the_message_as_torch_prints_it_leads_to_the_same_answer(golden: Diagnosis, log) -> None:
+def test_the_message_as_torch_prints_it_leads_to_the_same_answer(
+    golden: Diagnosis, log: str
+) -> None:
     printed = diagnose(Case.from_dict({**CASE, "log": log}))
     assert (printed.cause, printed.sharded) == (golden.cause, golden.sharded)
     assert {h.what for h in printed.hypotheses} == {h.what for h in golden.hypotheses}
@@ -187,7 +192,7 @@ def test_a_progress_bar_in_the_log_decides(golden: Diagnosis) -> None:
     assert golden.cause is Cause.UNDECIDED
 
 
-def test_a_told_accumulation_of_one_excludes_whole_gradients() -> None:
+def test_a_stated_accumulation_of_one_excludes_unreduced_gradients() -> None:
     stated = diagnose(Case.from_dict({**CASE, "gradient_accumulation_steps": 1}))
     left = [h for h in stated.hypotheses if h.strength is not Strength.EXCLUDED]
     assert not any("no_sync" in h.what for h in left)

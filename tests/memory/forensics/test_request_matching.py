@@ -1,9 +1,12 @@
-"""From a printed request back to the tensors that ask for exactly that."""
+"""Matching a printed request to the tensors that would request it."""
+
+from typing import Any
 
 import pytest
 
-from services.shared.memory.architecture.shape import from_preset
+from services.shared.memory.architecture.shape import Shape, from_preset
 from services.shared.memory.forensics.request_matching import (
+    Candidate,
     Match,
     Role,
     Rounding,
@@ -18,7 +21,7 @@ LLAMA_7B = from_preset("llama-7b").with_language_head()
 QWEN3_32B = from_preset("qwen3-32b", heads=(3, 7))
 
 
-def matched(size: str, shape, **workload):
+def matched(size: str, shape: Shape | None, **workload: Any) -> tuple[Candidate, ...]:
     return match_request(read_printed_size(size), shape, workload=Workload(**workload))
 
 
@@ -35,7 +38,9 @@ def matched(size: str, shape, **workload):
         (384 * MIB, 384 * MIB),
     ],
 )
-def test_the_allocator_asks_the_driver_for_whole_segments(size_bytes, request_bytes) -> None:
+def test_the_allocator_asks_the_driver_for_whole_segments(
+    size_bytes: int, request_bytes: int
+) -> None:
     assert Rounding().driver_request(size_bytes) == request_bytes
 
 
@@ -100,7 +105,7 @@ def test_logits_of_the_given_tokens_match_exactly() -> None:
 
 
 @pytest.mark.parametrize("size", ["2.00 MiB", "20.00 MiB", "512.00 KiB"])
-def test_segment_sizes_name_no_tensor(size) -> None:
+def test_segment_sizes_name_no_tensor(size: str) -> None:
     assert matched(size, LLAMA_7B, ranks=8) == ()
 
 

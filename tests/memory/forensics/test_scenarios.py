@@ -1,6 +1,7 @@
 """Closed loop: a failure that the plan predicts is printed, read back, and never excluded."""
 
 import itertools
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -11,11 +12,21 @@ from services.shared.memory.forensics.diagnosis import Confidence, Diagnosis, Sh
 from services.shared.memory.forensics.request_matching import Rounding
 from services.shared.memory.hardware import machine
 from services.shared.memory.planning.plan import plan
-from services.shared.memory.recipe import Recipe
+from services.shared.memory.recipe import Loading, Recipe
 from services.shared.memory.sizes import GIB, MIB
 
+
+class Job(NamedTuple):
+    """A sharded job, by what its reporter would tell, and the tokens of a rank."""
+
+    model: str
+    ranks: int
+    engine: str
+    tokens: int
+
+
 # How a job runs, unknown to who reads its message, and the words of the explanation for it.
-WAYS = {
+SCENARIOS: dict[str, tuple[dict[str, Any], str]] = {
     "fused": ({"optimizer_impl": "fused"}, "without temporaries"),
     "foreach": ({"optimizer_impl": "foreach"}, "foreach"),
     "no_sync": ({"accumulate": 4, "reduce_each": False}, "no_sync"),
@@ -25,8 +36,8 @@ WAYS = {
 }
 JOBS = list(
     itertools.product(
-        WAYS,
-        [("qwen3-8b", 4, "fsdp1", 1500), ("llama-2-13b", 8, "fsdp2", 3000)],
+        SCENARIOS,
+        [Job("qwen3-8b", 4, "fsdp1", 1500), Job("llama-2-13b", 8, "fsdp2", 3000)],
         [0.8, 0.97],
     )
 )
@@ -38,11 +49,11 @@ def printed(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.2f} GiB"
 
 
-def failure(way: str, job: tuple, share: float) -> Diagnosis | None:
+def failure(way: str, job: Job, share: float) -> Diagnosis | None:
     """Run a job on a card that holds `share` of its peak, and diagnose what it prints."""
     model, ranks, engine, tokens = job
-    recipe = Recipe(sequence_length=tokens, loading="rank0").with_changes(
-        {"engine": engine} | WAYS[way][0]
+    recipe = Recipe(sequence_length=tokens, loading=Loading.RANK0).with_changes(
+        {"engine": engine} | SCENARIOS[way][0]
     )
     planned = plan(from_preset(model, heads=(3,)), recipe, machine("a100-80", ranks=ranks))
     crossing = planned.first_past(int(planned.peak_bytes * share))
@@ -68,11 +79,13 @@ def failure(way: str, job: tuple, share: float) -> Diagnosis | None:
 
 
 @pytest.mark.parametrize(("way", "job", "share"), JOBS)
-def test_the_true_way_is_never_excluded_and_sharding_is_seen(way, job, share) -> None:
+def test_the_true_scenario_is_never_excluded_and_sharding_is_recognised(
+    way: str, job: Job, share: float
+) -> None:
     found = failure(way, job, share)
     if found is None:
-        pytest.skip("dies of a request whose printed size names no tensor")
-    true = [h for h in found.hypotheses if WAYS[way][1] in h.what]
+        pytest.skip("fails on a request of the size of a segment")
+    true = [h for h in found.hypotheses if SCENARIOS[way][1] in h.what]
     assert true
     assert all(h.strength is not Strength.EXCLUDED for h in true)
     assert found.sharded in (Sharded.YES, Sharded.PARTLY)

@@ -1,4 +1,4 @@
-"""Reading a failure out of a log: every catalogued text, any log around it."""
+"""Scanning logs for failures: every catalogued message, in any log around it."""
 
 import io
 import json
@@ -6,6 +6,7 @@ import random
 import time
 import tracemalloc
 from pathlib import Path
+from typing import TypedDict
 
 import pytest
 
@@ -20,8 +21,17 @@ from services.shared.memory.oom_log.message_parser import (
 )
 from services.shared.memory.oom_log.traceback_sites import Note, Site
 
+
+class Sample(TypedDict):
+    """One published message, and the numbers in it by the name of their group."""
+
+    format: str
+    message: str
+    groups: dict[str, str]
+
+
 DATA = Path(__file__).parents[2] / "data"
-SAMPLES = json.loads((DATA / "oom_messages.json").read_text())
+SAMPLES: list[Sample] = json.loads((DATA / "oom_messages.json").read_text())
 BY_FORMAT = {sample["format"]: sample["message"] for sample in SAMPLES}
 FIELD_OF_GROUP = {
     "tried": "requested",
@@ -56,15 +66,15 @@ def printed(text: str) -> PrintedSize:
     return PrintedSize(int(text), 0) if text.isdigit() else read_printed_size(text)
 
 
-def the_message(log: str | bytes) -> Message:
+def primary_message(log: str | bytes) -> Message:
     message = read_log(log).primary
     assert message is not None
     return message
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=[s["format"] for s in SAMPLES])
-def test_every_catalogued_message_gives_its_numbers(sample: dict) -> None:
-    message = the_message(f"step 7\n{sample['message']}\nbye")
+def test_every_catalogued_message_gives_its_numbers(sample: Sample) -> None:
+    message = primary_message(f"step 7\n{sample['message']}\nbye")
     expected = {
         FIELD_OF_GROUP[group]: printed(text)
         for group, text in sample["groups"].items()
@@ -75,18 +85,18 @@ def test_every_catalogued_message_gives_its_numbers(sample: dict) -> None:
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=[s["format"] for s in SAMPLES])
-def test_every_catalogued_message_is_given_its_entry(sample: dict) -> None:
+def test_every_catalogued_message_is_given_its_entry(sample: Sample) -> None:
     entry = ENTRY.get(sample["format"], sample["format"])
-    assert entry in the_message(sample["message"]).format_id.split("|")
+    assert entry in primary_message(sample["message"]).format_id.split("|")
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=[s["format"] for s in SAMPLES])
-def test_a_message_broken_over_prefixed_lines_reads_like_the_whole_one(sample: dict) -> None:
+def test_a_message_broken_over_prefixed_lines_reads_like_the_whole_one(sample: Sample) -> None:
     words, lines = sample["message"].split(" "), []
     while words:
         lines.append("[rank5]: 2026-01-02 03:04:05,678 ERROR " + " ".join(words[:6]))
         words = words[6:]
-    broken = the_message("\n".join(lines))
+    broken = primary_message("\n".join(lines))
     whole = read_message(sample["message"])
     assert whole is not None
     assert (broken.identity, broken.free, broken.others) == (
@@ -97,16 +107,16 @@ def test_a_message_broken_over_prefixed_lines_reads_like_the_whole_one(sample: d
     assert broken.rank == 5
 
 
-def test_a_message_broken_inside_words_by_a_narrow_terminal_is_put_together() -> None:
+def test_a_message_broken_inside_words_by_a_narrow_terminal_is_joined() -> None:
     narrow = "\n".join(F4[at : at + 80] for at in range(0, len(F4), 80))
-    assert the_message(narrow).identity == the_message(F4).identity
+    assert primary_message(narrow).identity == primary_message(F4).identity
 
 
 def test_lines_of_other_ranks_in_between_are_left_out() -> None:
     first, second = F4.split(" GPU 0")
     log = f"[rank1]: {first}\n[rank2]: Traceback (most recent call last):\n[rank1]: GPU 0{second}"
-    message = the_message(log)
-    assert (message.rank, message.identity) == (1, the_message(F4).identity)
+    message = primary_message(log)
+    assert (message.rank, message.identity) == (1, primary_message(F4).identity)
 
 
 def test_eight_ranks_that_fail_alike_are_one_message_of_eight_ranks() -> None:
@@ -117,7 +127,7 @@ def test_eight_ranks_that_fail_alike_are_one_message_of_eight_ranks() -> None:
 
 
 def test_a_cut_message_keeps_the_numbers_before_the_cut() -> None:
-    message = the_message(F4[: F4.index("Of the allocated")])
+    message = primary_message(F4[: F4.index("Of the allocated")])
     assert message.requested == printed("388.00 MiB")
     assert message.free == printed("95.75 MiB")
     assert message.allocated is None
@@ -132,13 +142,13 @@ def test_a_hundred_megabytes_of_log_are_read_in_bounded_memory() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert reading.primary is not None
-    assert reading.primary.identity == the_message(f"torch.OutOfMemoryError: {F4}").identity
+    assert reading.primary.identity == primary_message(f"torch.OutOfMemoryError: {F4}").identity
     assert peak < 16 << 20
 
 
 def test_a_message_across_the_border_of_two_blocks_is_found() -> None:
     for before in range((1 << 20) - len(F4), (1 << 20) + 1, 97):
-        assert the_message("x" * before + "\n" + F4).identity == the_message(F4).identity
+        assert primary_message("x" * before + "\n" + F4).identity == primary_message(F4).identity
 
 
 def test_a_device_failure_outranks_the_kills_and_time_outs_that_follow_it() -> None:
@@ -191,8 +201,10 @@ def test_the_tensor_whose_clone_failed_is_named() -> None:
     assert read_log(log).cloned_tensor == "layers.30.mlp.down_proj.weight"
 
 
-def test_a_persons_sentence_gives_both_numbers() -> None:
-    message = the_message("HIP out of memory, 59.36 GB allocated per card, 932 MB more requested")
+def test_a_sentence_in_prose_gives_both_numbers() -> None:
+    message = primary_message(
+        "HIP out of memory, 59.36 GB allocated per card, 932 MB more requested"
+    )
     assert message.kind is MessageKind.PROSE
     assert message.backend is Backend.HIP
     assert message.allocated == printed("59.36 GiB")
@@ -214,7 +226,7 @@ def test_a_log_without_a_failure_gives_no_message(log: str | bytes) -> None:
 
 
 def test_a_log_in_sixteen_bit_text_is_read() -> None:
-    assert the_message(F4.encode("utf-16")).identity == the_message(F4).identity
+    assert primary_message(F4.encode("utf-16")).identity == primary_message(F4).identity
 
 
 def test_a_log_that_only_repeats_trigger_words_is_passed_in_bounded_time() -> None:
@@ -263,23 +275,23 @@ def mutate(text: str, chance: random.Random) -> str | bytes:
 
 
 def test_accounts_subtract_what_torch_holds_from_the_card() -> None:
-    accounts = read_accounts(the_message(F4))
+    accounts = read_accounts(primary_message(F4))
     total, free = printed("9.68 GiB").size_bytes, printed("95.75 MiB").size_bytes
     held = printed("6.61 GiB").size_bytes + printed("2.57 GiB").size_bytes
     assert accounts.outside_bytes == total - free - held
 
 
-def test_a_process_sentence_tells_other_processes_apart() -> None:
-    accounts = read_accounts(the_message(BY_FORMAT["F3"]))
+def test_a_process_sentence_separates_other_processes() -> None:
+    accounts = read_accounts(primary_message(BY_FORMAT["F3"]))
     assert accounts.other_processes_bytes == pytest.approx(306 << 20, abs=16 << 20)
 
 
 def test_in_a_container_the_largest_other_process_is_the_job_itself() -> None:
-    accounts = read_accounts(the_message(BY_FORMAT["F4-container"]))
+    accounts = read_accounts(primary_message(BY_FORMAT["F4-container"]))
     assert accounts.other_processes_bytes in (None, 0)
 
 
-def test_an_overflowed_process_size_is_not_believed() -> None:
-    accounts = read_accounts(the_message(BY_FORMAT["F4-wsl"]))
+def test_an_overflowed_process_size_is_ignored() -> None:
+    accounts = read_accounts(primary_message(BY_FORMAT["F4-wsl"]))
     assert accounts.other_processes_bytes is None
     assert accounts.outside_bytes is not None
