@@ -1,7 +1,7 @@
-"""Writes docs/reference.md from the code: `python -m tools.make_reference`.
+"""Generates docs/reference.md from the code: `python -m tools.make_reference`.
 
-A test compares the file with what this prints, so the reference cannot rot. Meanings that no code
-holds stand here, and a state or reason without one is an error.
+A test compares the file with the output, so the reference cannot become outdated. Descriptions that are
+not in the code are defined here; a state or reason without one is an error.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ TARGET = Path(__file__).parents[1] / "docs" / "reference.md"
 
 STATES = {
     JobState.WAITING: "A distillation whose teacher job has not ended yet.",
-    JobState.QUEUED: "Ready; waits for a worker.",
-    JobState.RUNNING: "A worker holds its lease; `phase` says what the ranks do.",
-    JobState.CANCELLING: "Asked to stop; the ranks save a checkpoint and leave.",
+    JobState.QUEUED: "Ready to run; waits for a worker.",
+    JobState.RUNNING: "A worker holds its lease; `phase` shows what the ranks are doing.",
+    JobState.CANCELLING: "A stop was requested; the ranks save a checkpoint and exit.",
     JobState.SUCCEEDED: "Its model is registered.",
     JobState.FAILED: "`reason` and `message` say why; it can be retried.",
-    JobState.CANCELLED: "Ended on request; it can be retried and goes on from its checkpoint.",
+    JobState.CANCELLED: "Cancelled on request; it can be retried and resumes from its checkpoint.",
 }
 PHASES = {
-    Phase.LAUNCHING: "The worker has claimed the job and starts torchrun.",
+    Phase.LAUNCHING: "The worker has claimed the job and is starting torchrun.",
     Phase.LOADING: "Each rank reads its part of the weights.",
-    Phase.WRAPPING: "The model is sharded and what each rank holds is checked.",
+    Phase.WRAPPING: "The model is sharded, and the parameters that each rank holds are checked.",
     Phase.TRAINING: "Optimizer steps.",
     Phase.EVALUATING: "The validation split is scored.",
     Phase.SAVING: "A checkpoint is written.",
     Phase.EXPORTING: "The artifact is written, unit by unit.",
-    Phase.FINISHING: "The artifact is sealed and the report written.",
+    Phase.FINISHING: "The artifact's manifest and the report are written.",
 }
 REASONS = {
-    Reason.DEVICE_OUT_OF_MEMORY: "A rank's accelerator ran out; see `diagnosis` and its remedies.",
-    Reason.HOST_OUT_OF_MEMORY: "The host ran out: an allocation failed, or the kernel killed a rank.",
+    Reason.DEVICE_OUT_OF_MEMORY: "A rank's accelerator ran out of memory; see `diagnosis` and its remedies.",
+    Reason.HOST_OUT_OF_MEMORY: "The host ran out of memory: an allocation failed, or the kernel killed a rank.",
     Reason.NOT_SHARDED: "A rank held more parameters than planned after wrapping; stopped before step 1.",
-    Reason.BAD_DATA: "The dataset is gone or does not suit the job.",
+    Reason.BAD_DATA: "The dataset is missing or does not match the job.",
     Reason.BAD_MODEL: "The model cannot be found, read or used.",
-    Reason.BAD_CHECKPOINT: "The checkpoint to resume from is broken or belongs to another job.",
-    Reason.BAD_SPEC: "The ranks found a contradiction that admission could not see.",
+    Reason.BAD_CHECKPOINT: "The checkpoint to resume from is damaged or belongs to another job.",
+    Reason.BAD_SPEC: "The ranks found an inconsistency that admission could not detect.",
     Reason.NON_FINITE_LOSS: "The loss or the gradient became NaN or infinite; `message` names the step.",
     Reason.NON_FINITE_TEACHER: "The teacher's own logits are not finite.",
-    Reason.DISK_FULL: "No space was left; the last good checkpoint is kept.",
-    Reason.COLLECTIVE_TIMEOUT: "Ranks waited in vain for each other and none of them says why.",
-    Reason.LAUNCH_FAILED: "The ranks did not start; the end of torchrun.log says why.",
-    Reason.CRASHED: "A rank ended by an error or a signal of another kind.",
-    Reason.LOST: "Its worker fell silent and no attempt was left.",
+    Reason.DISK_FULL: "No disk space was left; the last complete checkpoint is kept.",
+    Reason.COLLECTIVE_TIMEOUT: "A collective operation timed out, and no rank reported another cause.",
+    Reason.LAUNCH_FAILED: "The ranks did not start; the end of torchrun.log shows why.",
+    Reason.CRASHED: "A rank failed with any other error or signal.",
+    Reason.LOST: "Its worker stopped renewing the lease, and no attempt was left.",
     Reason.TIMED_OUT: "It ran longer than `timeout_seconds`.",
     Reason.PARENT_FAILED: "The teacher job that it waited for did not succeed.",
-    Reason.CANCELLED: "Somebody asked for it.",
+    Reason.CANCELLED: "Cancellation was requested.",
 }
 EVENTS = {
-    EventType.STATE: "The job moved: `state`, and `reason` and `message` where there are any.",
-    EventType.PHASE: "The ranks began something else: `phase`.",
+    EventType.STATE: "The job changed its state: `state`, and `reason` and `message` if any.",
+    EventType.PHASE: "The ranks entered another phase: `phase`.",
     EventType.EVALUATION: "The validation split was scored: `evaluation`, `step`, `epoch`.",
 }
 _SPECS = (
@@ -93,7 +93,7 @@ def render() -> str:
     """Return the whole reference as Markdown."""
     parts = [
         "# Reference",
-        "Made by `python -m tools.make_reference`; a test keeps it true. Edit the code, not this file.",
+        "Generated by `python -m tools.make_reference`, and compared with the code by a test. Do not edit.",
         *_states(),
         *_section("Phases", "phase", PHASES, Phase),
         *_section("Reasons", "reason", REASONS, Reason),
@@ -133,13 +133,13 @@ def _routes() -> Iterator[str]:
 
 
 def sentence(operation: dict[str, Any]) -> str:
-    """Return what an operation says of itself, in one line."""
+    """Return the one-line description of an operation."""
     return str(operation.get("description") or operation["summary"]).split("\n")[0]
 
 
 def routes() -> dict[str, dict[str, Any]]:
-    """Return the API's operations by `METHOD /path`; its parts are not needed for that."""
-    api = create_app(_NoParts())  # type: ignore[arg-type]
+    """Return the API's operations by `METHOD /path`."""
+    api = create_app(_NullContext())  # type: ignore[arg-type]
     return {
         f"{method.upper()} {path}": operation
         for path, operations in api.openapi()["paths"].items()
@@ -147,13 +147,13 @@ def routes() -> dict[str, dict[str, Any]]:
     }
 
 
-class _NoParts:
-    """Stands where the API's parts would be; nothing is called on it that matters here."""
+class _NullContext:
+    """Stands in for the API's context, which building the OpenAPI document does not use."""
 
-    def __getattr__(self, name: str) -> _NoParts:
-        return _NoParts()
+    def __getattr__(self, name: str) -> _NullContext:
+        return _NullContext()
 
-    def __call__(self, *_: object) -> _NoParts:
+    def __call__(self, *_: object) -> _NullContext:
         return self
 
 
@@ -163,7 +163,7 @@ def _fields(model: type[BaseModel]) -> Iterator[str]:
     properties = model.model_json_schema().get("properties", {})
     rows = []
     for name, field in model.model_fields.items():
-        default = "needed" if field.is_required() else f"`{_default(field.default)}`"
+        default = "required" if field.is_required() else f"`{_default(field.default)}`"
         rows.append((f"`{name}`", _type(properties[name]), default, field.description or ""))
     yield _table(("field", "type", "default", "meaning"), rows)
 
@@ -202,13 +202,13 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _settings() -> Iterator[str]:
     yield "## Settings"
-    yield "Read from the environment by API and workers; those of the API alone come second."
+    yield "Environment variables, read by the API and the workers; those of the API alone come second."
     own = [name for name in ApiSettings.model_fields if name not in JobSettings.model_fields]
     for title, names in (("API and workers", list(JobSettings.model_fields)), ("API", own)):
         rows = []
         for name in names:
             field = ApiSettings.model_fields[name]
-            default = "needed" if field.is_required() else f"`{_default(field.default)}`"
+            default = "required" if field.is_required() else f"`{_default(field.default)}`"
             rows.append((f"`STILLHOUSE_{name.upper()}`", default, field.description or ""))
         yield f"### {title}"
         yield _table(("variable", "default", "meaning"), rows)
@@ -232,7 +232,7 @@ def _commands() -> Iterator[str]:
 
 
 def commands() -> list[tuple[str, Any]]:
-    """Return every command with its whole name, in the order of `--help`."""
+    """Return every command with its full name, in the order of `--help`."""
     return list(_walk("stillhouse", typer.main.get_command(command_line)))
 
 

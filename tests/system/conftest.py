@@ -1,4 +1,4 @@
-"""A platform as a user starts it: `stillhouse up` in a process of its own."""
+"""A platform started as a user would: `stillhouse up` in its own process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 @dataclass(frozen=True)
 class RunningPlatform:
-    """Where the platform of a test listens and keeps its data."""
+    """The URL and the data directory of a platform."""
 
     url: str
     data_dir: Path
@@ -23,7 +23,7 @@ class RunningPlatform:
 
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlatform]:
-    """A platform on a free port; it stops, with everything it started, after the module."""
+    """A platform on a free port, stopped with all of its processes after the module."""
     data_dir = tmp_path_factory.mktemp("platform")
     ready = data_dir / "ready.json"
     command = [sys.executable, "-m", "services.cli.main", "up", "--port", "0"]

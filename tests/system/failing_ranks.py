@@ -1,14 +1,15 @@
-"""Ranks of a real teacher job that fail in the way that the job's name says, when step 2 begins.
+"""Ranks of a real teacher job that fail at the start of step 2, in the way that the job's name says.
 
     torchrun ... -m failing_ranks RUN_DIR
 
-Everything but the fault is the product's own: the loop, the probe, the failure files.
+Everything but the fault is production code: the loop, the probe, the failure files.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -43,13 +44,14 @@ def exceed_the_address_space(_rank: int) -> None:
 
 
 def be_killed_by_the_kernel(rank: int) -> None:
-    """Fill the memory cgroup that rank 1 is in; without one, die as if and let it be counted."""
+    """Fill the memory cgroup of rank 1; without one, count an OOM kill and die by SIGKILL."""
     if rank != 1:
         return
     cgroup = os.environ.get("TEST_CGROUP")
     if cgroup is None:
         Path(os.environ["TEST_COUNTER"]).write_text("oom_kill 1\n")
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
     used = int(Path(cgroup, "memory.usage_in_bytes").read_text())
     Path(cgroup, "memory.limit_in_bytes").write_text(str(used + 32 * MIB))
     held = []
@@ -58,14 +60,14 @@ def be_killed_by_the_kernel(rank: int) -> None:
 
 
 def fail_alone(rank: int) -> None:
-    """Run rank 1 out of memory; the others wait for it in a collective until that times out."""
+    """Let rank 1 run out of memory; the others wait in a collective until that times out."""
     if rank == 1:
         torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8)
     dist.distributed_c10d._set_pg_timeout(ECHO_AFTER)
 
 
 def linger() -> None:
-    """Stay until the others have failed, too: torchrun sees their echo before the cause."""
+    """Stay alive until the others have failed, so that torchrun sees their timeouts before the cause."""
     others = [_run.failure_file(rank) for rank in range(int(os.environ["WORLD_SIZE"]) - 1)]
     deadline = time.monotonic() + LINGER_SECONDS
     while not all(file.exists() for file in others) and time.monotonic() < deadline:
@@ -87,21 +89,23 @@ def leave_parameters_whole() -> None:
 
 
 def at_the_second_step(fault: Callable[[int], None]) -> None:
-    """Let the loop meet the fault once, when its second step begins (or the first after that)."""
-    seed_step, met = finetune.seed_step, []
+    """Inject the fault once, when the loop begins its second step or a later one."""
+    seed_step = finetune.seed_step  # type: ignore[attr-defined]
+    injected: list[int] = []
 
     def seeded(seed: int, step: int, rank: int) -> None:
         seed_step(seed, step, rank)
-        if step >= 1 and not met:
-            met.append(step)
+        if step >= 1 and not injected:
+            injected.append(step)
             fault(rank)
 
-    finetune.seed_step = seeded
+    finetune.seed_step = seeded  # type: ignore[attr-defined]
 
 
 def run() -> None:
-    """Prepare the fault, then be a rank of a teacher job."""
+    """Prepare the fault, then run as a rank of a teacher job."""
     name = RunInput.model_validate_json(_run.spec.read_bytes()).spec.name
+    assert name is not None
     if name == "leave_parameters_whole":
         leave_parameters_whole()
     else:

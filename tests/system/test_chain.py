@@ -1,4 +1,4 @@
-"""One request trains a teacher, distils it, judges the student and promotes it: real processes."""
+"""One request trains a teacher, distils it, evaluates the student and promotes it, in real processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def upload(url: str) -> str:
     return dataset_id
 
 
-def test_a_chain_ends_with_a_student_that_serves(platform: RunningPlatform) -> None:
+def test_a_chain_ends_with_a_student_being_served(platform: RunningPlatform) -> None:
     url = platform.url
     own = {"config": TEACHER, "tokenizer": {"train": True, "vocab_size": 400}}
     student = {"config": STUDENT, "tokenizer": "teacher"}
@@ -67,11 +67,11 @@ def test_a_chain_ends_with_a_student_that_serves(platform: RunningPlatform) -> N
     assert model["gate"]["passed"]
     promotions = httpx.get(f"{url}/promotions").json()["items"]
     assert [promotion["model_id"] for promotion in promotions] == [model["id"]]
-    assert answer(url, "the room was dirty")["label"] == "negative"
+    assert predict(url, "the room was dirty")["label"] == "negative"
 
 
-def answer(url: str, text: str) -> dict[str, Any]:
-    """Return the best label of a text, as soon as the promoted student is loaded."""
+def predict(url: str, text: str) -> dict[str, Any]:
+    """Return the best label of a text, once the promoted student is loaded."""
     deadline = time.monotonic() + 60
     while (response := httpx.post(f"{url}/predict", json={"inputs": text})).status_code == 503:
         assert time.monotonic() < deadline, response.text

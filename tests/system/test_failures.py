@@ -1,4 +1,4 @@
-"""Real failures of real ranks, from the claim to the row that `GET /jobs/{id}` shows."""
+"""Real failures of real ranks, from the claim to what `GET /jobs/{id}` returns."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from services.shared.datasets.ingest import ingest
 from services.shared.datasets.upload import Format, HeadColumn, Layout
 from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.ids import new_id
+from services.shared.jobs.planning.spec_to_plan import JobPlan
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import JobState, Reason
@@ -83,15 +84,17 @@ def store(settings: ApiSettings) -> Iterator[Store]:
 
 
 @pytest.fixture(autouse=True)
-def _the_failing_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _failing_ranks_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # others reserve address space that they do not use
+    monkeypatch.setenv(
+        "MALLOC_ARENA_MAX", "1"
+    )  # further arenas reserve address space that they do not use
 
 
 @pytest.fixture
 def client(settings: ApiSettings, store: Store) -> TestClient:
-    """The HTTP door with its real admission; nothing is served and nothing is sent."""
+    """The API with real admission; no model is served and no message is sent."""
     context = AppContext(
         settings=settings,
         store=store,
@@ -106,7 +109,7 @@ def client(settings: ApiSettings, store: Store) -> TestClient:
 
 @pytest.fixture
 def kernel_kill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A memory cgroup for rank 1; where none can be made, a counter that rank 1 moves itself."""
+    """A memory cgroup for rank 1, or where that is impossible a counter that rank 1 increments itself."""
     made = make_cgroup()
     if made is None:
         counter = tmp_path / "proc" / "vmstat"
@@ -174,19 +177,19 @@ def run(store: Store, job_id: str) -> list[QueuedJob]:
 
 
 def submit(store: Store, fault: str, dataset: str, **more: Any) -> JobView:
-    wanted = TeacherSpec.model_validate(spec(fault, dataset, **more))
-    planned = Planner(store, store.settings)(wanted)
-    assert planned is not None
-    return store.create_job(wanted, plan=planned.plan, recipe=planned.recipe)[0]
+    teacher_spec = TeacherSpec.model_validate(spec(fault, dataset, **more))
+    planned = Planner(store, store.settings)(teacher_spec)
+    assert isinstance(planned, JobPlan)
+    return store.create_job(teacher_spec, plan=planned.plan, recipe=planned.recipe)[0]
 
 
-def test_a_refused_tensor_is_named_and_the_remedy_that_is_sent_back_works(
+def test_a_failed_allocation_is_attributed_to_its_tensor_and_the_remedy_works(
     client: TestClient, store: Store, dataset: str
 ) -> None:
     job = client.post("/jobs", json=spec("exceed_the_address_space", dataset)).json()
     run(store, job["id"])
     job = client.get(f"/jobs/{job['id']}").json()
-    # A CPU's allocator is the host's: there is no device whose memory could be out.
+    # A CPU allocates from the host: there is no device that could run out of memory.
     assert (job["state"], job["reason"]) == ("failed", "host_out_of_memory")
     found = job["diagnosis"]
     assert (found["cause"], found["sharded"]) == ("host_memory", "yes")
@@ -204,7 +207,7 @@ def test_a_refused_tensor_is_named_and_the_remedy_that_is_sent_back_works(
         2,
         MLP_BYTES,
     )
-    # The allocator of a CPU counts nothing; what the kernel counts of the rank is told.
+    # The CPU allocator has no counters; those of the kernel for the rank are reported instead.
     held = failure["allocator"]
     assert held["basis"] == "process"
     assert 0 <= held["address_space_limit_bytes"] - held["address_space_bytes"] < 450 * MIB
@@ -221,10 +224,10 @@ def test_a_refused_tensor_is_named_and_the_remedy_that_is_sent_back_works(
 
     series = client.get(f"/jobs/{retried['id']}/memory").json()
     for rank in ("0", "1"):
-        beside = retried["memory"][rank]
-        assert "no activations" in beside["basis"]
-        assert beside["phases"] == series["ranks"][int(rank)]["phases"]
-        wrapped, forward = beside["phases"]["wrap"], beside["phases"]["forward"]
+        memory = retried["memory"][rank]
+        assert "no activations" in memory["basis"]
+        assert memory["phases"] == series["ranks"][int(rank)]["phases"]
+        wrapped, forward = memory["phases"]["wrap"], memory["phases"]["forward"]
         assert wrapped["comparable"] == FSDP2
         if FSDP2:
             assert wrapped["measured_bytes"] == pytest.approx(wrapped["planned_bytes"], rel=0.02)
@@ -234,7 +237,7 @@ def test_a_refused_tensor_is_named_and_the_remedy_that_is_sent_back_works(
     assert (ratio in client.get("/metrics").text) == FSDP2
 
 
-def test_a_rank_that_the_kernel_kills_is_named_with_its_reason(
+def test_a_rank_killed_by_the_kernel_is_reported_with_its_reason(
     store: Store, dataset: str, kernel_kill: None
 ) -> None:
     job = submit(store, "be_killed_by_the_kernel", dataset)
@@ -269,7 +272,7 @@ def test_ranks_that_hold_the_whole_model_are_stopped_before_the_first_step(
     assert (job.diagnosis["cause"], job.diagnosis["sharded"]) == ("not_sharded", "no")
 
 
-def test_the_rank_that_failed_is_blamed_and_not_those_that_waited_for_it(
+def test_the_root_cause_is_the_rank_that_failed_not_those_that_waited_for_it(
     store: Store, dataset: str
 ) -> None:
     job = submit(store, "fail_alone", dataset, timeout_seconds=240)
@@ -283,7 +286,7 @@ def test_the_rank_that_failed_is_blamed_and_not_those_that_waited_for_it(
     assert job.diagnosis["message"]["requested_bytes"] == 2**50
 
 
-def test_a_job_that_may_try_again_goes_on_with_the_remedy_from_its_checkpoint(
+def test_a_job_with_automatic_retry_resumes_from_its_checkpoint_with_the_remedy(
     store: Store, dataset: str
 ) -> None:
     job = submit(store, "exceed_the_address_space", dataset, on_out_of_memory="retry")
@@ -318,6 +321,6 @@ def steps(store: Store, job_id: str, attempt: int) -> list[int]:
 
 
 def read(rank_dir: Path) -> dict[str, Any]:
-    """Return what a rank wrote while failing."""
+    """Return the failure file of a rank."""
     failure: dict[str, Any] = json.loads((rank_dir / "failure.json").read_text())
     return failure

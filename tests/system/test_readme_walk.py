@@ -1,4 +1,4 @@
-"""The README's walk through every endpoint, run as it is printed, against real processes."""
+"""The README's tour of every endpoint, run verbatim against real processes."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import pytest
 from tests.system.conftest import RunningPlatform
 
 README = Path(__file__).parents[2] / "README.md"
-MARK = "<!-- The system test runs this block"
-# A reply that is no success ends the walk, and shows its problem document.
+MARKER = "<!-- The system test runs this block"
+# An unsuccessful response ends the tour and prints its problem document.
 PREFIX = 'set -euo pipefail\ncurl() { command curl --fail-with-body --max-time 240 "$@"; }\n'
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
 
 
-def walk() -> str:
-    """Return the shell block that follows the mark."""
-    after = README.read_text("utf-8").split(MARK, 1)[1]
+def tour() -> str:
+    """Return the shell block that follows the marker."""
+    after = README.read_text("utf-8").split(MARKER, 1)[1]
     return after.split("```bash\n", 1)[1].split("```", 1)[0]
 
 
 @pytest.fixture(scope="module")
-def walked(platform: RunningPlatform, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory in which the whole walk was run."""
+def tour_dir(platform: RunningPlatform, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which the tour was run."""
     if shutil.which("curl") is None:
-        pytest.skip("curl is not installed on this machine; the README's walk needs it")
+        pytest.skip("curl is not installed on this machine; the README's tour needs it")
     folder = tmp_path_factory.mktemp("walk")
-    script = PREFIX + walk().replace("http://127.0.0.1:8000", platform.url)
+    script = PREFIX + tour().replace("http://127.0.0.1:8000", platform.url)
     result = subprocess.run(
         ["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=400
     )
@@ -43,15 +43,15 @@ def walked(platform: RunningPlatform, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-def test_the_walk_of_the_readme_works_as_printed(walked: Path) -> None:
-    assert "positive" in (walked / "output.txt").read_text()
+def test_the_tour_of_the_readme_works_verbatim(tour_dir: Path) -> None:
+    assert "positive" in (tour_dir / "output.txt").read_text()
 
 
-def test_teacher_and_student_succeed_and_the_student_learned_something(
-    walked: Path, platform: RunningPlatform
+def test_teacher_and_student_succeed_and_are_accurate(
+    tour_dir: Path, platform: RunningPlatform
 ) -> None:
-    teacher = json.loads((walked / "job.json").read_text())["id"]
-    student = json.loads((walked / "student-job.json").read_text())["id"]
+    teacher = json.loads((tour_dir / "job.json").read_text())["id"]
+    student = json.loads((tour_dir / "student-job.json").read_text())["id"]
     for job_id in (teacher, student):
         job = httpx.get(f"{platform.url}/jobs/{job_id}").json()
         assert job["state"] == "succeeded", job
@@ -61,8 +61,8 @@ def test_teacher_and_student_succeed_and_the_student_learned_something(
     assert job["metrics"]["teacher"]["heads"]["sentiment"]["accuracy"] > 0.9
 
 
-def test_the_promoted_student_answers_with_its_name(
-    walked: Path, platform: RunningPlatform
+def test_the_promoted_student_answers_with_its_model_version(
+    tour_dir: Path, platform: RunningPlatform
 ) -> None:
     answer = httpx.post(f"{platform.url}/predict", json={"inputs": "the room was dirty"})
     assert answer.json()[0]["label"] == "negative"
@@ -70,28 +70,28 @@ def test_the_promoted_student_answers_with_its_name(
     assert model in answer.headers["X-Model-Version"]
 
 
-def test_the_walk_names_every_route(walked: Path, platform: RunningPlatform) -> None:
+def test_the_tour_covers_every_route(tour_dir: Path, platform: RunningPlatform) -> None:
     paths = httpx.get(f"{platform.url}/openapi.json").json()["paths"]
-    text = walk()
+    text = tour()
     for variable in ("DATASET", "JOB", "STUDENT", "OTHER"):
         text = text.replace(f"${variable}", "{id}")
     missing = [path for path in paths if _pattern(path) not in text]
     assert missing == []
 
 
-def test_the_first_rank_speaks_soon_after_the_job_was_sent(
-    walked: Path, platform: RunningPlatform, record_property: Callable[[str, object], None]
+def test_the_first_rank_reports_progress_soon_after_submission(
+    tour_dir: Path, platform: RunningPlatform, record_property: Callable[[str, object], None]
 ) -> None:
-    job = json.loads((walked / "job.json").read_text())
+    job = json.loads((tour_dir / "job.json").read_text())
     progress = platform.data_dir / "runs" / job["id"] / "1" / "progress.jsonl"
     first = progress.read_text().splitlines()[0]
     sent = datetime.fromisoformat(job["created_at"].replace("Z", "+00:00")).timestamp()
     seconds = json.loads(first)["time"] - sent
-    record_property("from POST /jobs to the first rank's first line", f"{seconds:.1f} s")
+    record_property("from POST /jobs to the first progress of a rank", f"{seconds:.1f} s")
     assert 0 < seconds < 60
 
 
 def _pattern(path: str) -> str:
-    """Return a route as the walk writes it."""
+    """Return a route as the tour writes it."""
     parts = ["{id}" if part.startswith("{") else part for part in path.split("/")]
     return "/".join(parts)
