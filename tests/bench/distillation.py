@@ -1,15 +1,15 @@
-"""Is a distilled student better for it? `make bench-distil` asks real reviews, several seeds each.
+"""What distillation is worth: `make bench-distil` measures it on real reviews, with several seeds.
 
-The reviews are split by the platform's own hash: test, validation, and training texts, of which only
-a part is labelled for the student. The teacher learns from all training labels: it stands in for a
-large language model, which knows more of the language than the student's labels can tell. For each
-seed one teacher is trained, and then, with the same student, steps, rates and batch size:
+The reviews are split by the platform's hash into test, validation and training texts, of which only a
+part is labelled for the student. The teacher is trained on all training labels: it represents a large
+language model, which knows more of the language than the student's labels contain. For each seed one
+teacher is trained, and then, with the same student, steps, learning rate and batch size:
 
     labels       cross-entropy on the labelled part alone
-    distilled    and the teacher's answers to the same texts
-    unlabelled   and its answers to the rest, whose labels the student never sees
+    distilled    plus the teacher's outputs for the same texts
+    unlabelled   plus its outputs for the rest, whose labels the student never sees
 
-The best evaluation on validation is exported, as in every job; test is looked at once, at the end.
+The best evaluation on validation is exported, as in every job; the test split is evaluated once, at the end.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ARMS = {
 
 
 def main() -> None:
-    """Run all arms and print the table; `--write FILE` also puts it between the file's marks."""
+    """Run all arms and print the table; `--write FILE` also writes it between the file's markers."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     datasets = write_datasets(options.out / "datasets", labelled=options.labelled)
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def write_between(document: Path, begin: str, end: str, text: str) -> None:
-    """Put a measurement between its marks."""
+    """Write a measurement between its markers."""
     before, rest = document.read_text("utf-8").split(begin)
     after = rest.split(end)[1]
     document.write_text(f"{before}{begin}\n{text}\n{end}{after}", "utf-8")
@@ -106,7 +106,7 @@ def write_datasets(directory: Path, *, labelled: int) -> dict[str, Any]:
     reviews = directory / "reviews.jsonl"
     write_reviews(reviews)
     rows = [json.loads(line) for line in reviews.read_text("utf-8").splitlines()]
-    # By the hash of the text, so that the choice depends on nothing else.
+    # Sorted by the hash of the text, so that the choice depends on nothing else.
     rows.sort(key=lambda row: text_key(row["text"])[8:])
     is_train = [assign_split(text_key(row["text"]), FRACTIONS) is Split.TRAIN for row in rows]
     train = [row for row, chosen in zip(rows, is_train, strict=True) if chosen]
@@ -186,7 +186,7 @@ def run_seed(seed: int, datasets: dict[str, Any], options: argparse.Namespace) -
 
 
 def training_of(seed: int) -> dict[str, Any]:
-    """Return what all jobs train with."""
+    """Return the training settings that all jobs share."""
     return {"batch_size": 32, "micro_batch_tokens": 2048, "max_length": 64, "seed": seed}
 
 
@@ -197,7 +197,7 @@ def launch(
     options: argparse.Namespace,
     **places: Any,
 ) -> Report:
-    """Run one job under torchrun, unless its report is there already; return the report."""
+    """Run one job under torchrun, unless its report exists already; return the report."""
     run = RunDirectory(run_dir.absolute())
     report = read_record(run.report, Report)
     if report is None:
@@ -280,7 +280,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def machine_words() -> str:
-    """Return what the figures were taken on."""
+    """Return a description of the machine."""
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}."
 
 

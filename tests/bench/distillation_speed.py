@@ -1,11 +1,11 @@
-"""What keeping the teacher's answers saves: `make bench-distil-speed`, minutes on two cores.
+"""What caching the teacher's outputs saves: `make bench-distil-speed`, minutes on two cores.
 
-One epoch of the same student, beside a teacher of about 8 times its parameters, by turns in one run:
+One epoch of the same student with a teacher of about 8 times its parameters, interleaved in one run:
 
-    online    the teacher answers every batch
-    cached    its answers are read from the file that an earlier epoch has filled
+    online    the teacher runs on every batch
+    cached    its outputs are read from the file that an earlier epoch has written
 
-The first cached epoch asks for all answers before its first step; its steps are those of any other.
+The first cached epoch computes all outputs before its first step; its steps do not differ from later ones.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tests.bench.distillation import (
 )
 
 BEGIN, END = "<!-- measured speed: begin -->", "<!-- measured speed: end -->"
-# Large enough that arithmetic and not bookkeeping takes the time.
+# Large enough that arithmetic dominates the time, not bookkeeping.
 SPEED_TEACHER = TEACHER | {"hidden_size": 384, "intermediate_size": 1152, "num_attention_heads": 12}
 SPEED_STUDENT = STUDENT | {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4}
 ARMS = ("online", "cached")
 
 
 def main() -> None:
-    """Measure by turns and print the ratio; `--write FILE` puts it between the file's marks."""
+    """Measure both arms, interleaved, and print the ratio; `--write FILE` writes it between the markers."""
     options = _options()
     place = options.out / "speed"
-    shutil.rmtree(place, ignore_errors=True)  # figures of another run say nothing beside these
+    shutil.rmtree(place, ignore_errors=True)  # figures of different runs are not comparable
     datasets = write_datasets(place / "datasets", labelled=options.labelled)
     dataset_dir = datasets["labelled"]["path"]
     train_teacher(place, dataset_dir, options)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure what kept answers save.")
+    parser = argparse.ArgumentParser(description="Measure what cached teacher outputs save.")
     parser.add_argument("--out", type=Path, default=Path(".stillhouse/bench-distil"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--labelled", type=int, default=1000, help="texts of an epoch")
@@ -74,7 +74,7 @@ def _options() -> argparse.Namespace:
 
 
 def train_teacher(place: Path, dataset_dir: Path, options: argparse.Namespace) -> None:
-    """Make a teacher; its speed does not depend on what it knows."""
+    """Train a teacher for two steps; its speed does not depend on its quality."""
     spec = {
         "kind": "teacher",
         "dataset_id": "ds_labelled",
@@ -87,7 +87,7 @@ def train_teacher(place: Path, dataset_dir: Path, options: argparse.Namespace) -
 def run_epoch(
     place: Path, arm: str, number: int, dataset_dir: Path, options: argparse.Namespace
 ) -> Report:
-    """Distil for one epoch; its report says what the steps took."""
+    """Distil for one epoch; the report has the duration of its steps."""
     spec: dict[str, Any] = {
         "kind": "distill",
         "dataset_id": "ds_labelled",

@@ -1,7 +1,7 @@
-"""The engines alone: processor seconds with one thread, in rounds that take turns.
+"""The engines alone: CPU seconds with one thread, in interleaved rounds.
 
-ONNX Runtime's 8 bits run in a process of the peers' environment, over batches that were padded by our
-own rule for engines that pad (at most 15 %); its seconds are those of its process.
+ONNX Runtime in 8 bits runs in a process of the peers' environment, on batches in the buckets of our padded
+engine (at most 15 % padding); its seconds are those of its process.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
-from synthetic import DTYPE, HEADS, MAX_LENGTH, TYPE, make_texts
 
 from services.api.serving.engines.fused_ops import FusedOps, compiled_ops
 from services.api.serving.engines.packed_engine import PackedEngine
-from services.api.serving.engines.packed_weights import Backbone, take_backbone, take_heads
+from services.api.serving.engines.packed_weights import take_backbone, take_heads
 from services.api.serving.engines.padded_engine import length_buckets
+from services.api.serving.prediction import FloatArray
 from services.api.serving.quantization.int8_linear import (
     Int8Linear,
     Int8Ops,
@@ -32,21 +32,35 @@ from services.api.serving.quantization.record import int8_weights_path
 from services.api.serving.quantization.smoothquant import activation_maxima, smooth
 from services.api.serving.quantization.weights_file import load_int8_backbone, save_int8_weights
 from services.shared.model.artifact import load_classifier
+from services.shared.model.classifier import Classifier
 from services.shared.model.tokens import encode, load_tokenizer
+from tests.bench.synthetic import DTYPE, HEADS, MAX_LENGTH, TYPE, make_texts
 
 HERE = Path(__file__).parent
 BATCH_TOKENS = 512
 PLAIN = f"transformers {TYPE}, one by one"
 ONNX = "ONNX Runtime int8"
 
-# Runs once; returns the processor seconds that it took, and the logits [N, C] by head.
-Run = Callable[[], tuple[float, Any]]
+# The logits [N, C] by head, None where only products are computed.
+Logits = Mapping[str, FloatArray]
+# Runs once; returns its CPU seconds and the logits.
+Run = Callable[[], tuple[float, Logits | None]]
+
+
+class EnginesResult(TypedDict):
+    """The figures of each engine, and of the products alone, by name."""
+
+    texts: int
+    tokens: int
+    tokens_per_cpu_second: dict[str, float]
+    seconds: dict[str, list[float]]
+    agreement_with_transformers: dict[str, float]
 
 
 def bench_engines(
     artifact: Path, *, texts: int, rounds: int, peers_python: Path, onnx_dir: Path
-) -> dict[str, Any]:
-    """Return tokens per processor second of each engine and of the products alone, and agreement."""
+) -> EnginesResult:
+    """Return tokens per CPU second of each engine and of the products alone, and the agreement."""
     with subprocess.Popen(
         [str(peers_python), str(HERE / "onnx_int8.py"), "run", str(onnx_dir)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -61,7 +75,7 @@ def bench_engines(
 
 
 def export_onnx(artifact: Path, directory: Path, *, peers_python: Path) -> None:
-    """Write the ONNX form of an artifact in 8 bits, unless it is there already."""
+    """Write the ONNX form of an artifact in 8 bits, unless it exists already."""
     subprocess.run(
         [str(peers_python), str(HERE / "onnx_int8.py"), "export", str(artifact), str(directory)],
         env=os.environ | {"PYTHONPATH": str(HERE.parent.parent)},
@@ -71,7 +85,7 @@ def export_onnx(artifact: Path, directory: Path, *, peers_python: Path) -> None:
 
 def _compare(
     artifact: Path, *, texts: int, rounds: int, peer: subprocess.Popen[str]
-) -> dict[str, Any]:
+) -> EnginesResult:
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(artifact)
     tokens, _ = encode(make_texts(texts), tokenizer, max_length=MAX_LENGTH)
@@ -89,8 +103,8 @@ def _compare(
         f"{TYPE} products alone": _timed(lambda: _products(packed)),
         "int8 products alone": _timed(lambda: _products(int8_eager)),
     }
-    answers = {name: run()[1] for name, run in runs.items()}  # which warms them up
-    answers = {name: answer for name, answer in answers.items() if answer is not None}
+    first = {name: run()[1] for name, run in runs.items()}  # the warm-up
+    answers = {name: logits for name, logits in first.items() if logits is not None}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs) if turn % 2 == 0 else reversed(runs):
@@ -111,8 +125,8 @@ def _compare(
     }
 
 
-def _timed(run: Callable[[], Any]) -> Run:
-    def timed() -> tuple[float, Any]:
+def _timed(run: Callable[[], Logits | None]) -> Run:
+    def timed() -> tuple[float, Logits | None]:
         started = time.process_time()
         answer = run()
         return time.process_time() - started, answer
@@ -120,14 +134,14 @@ def _timed(run: Callable[[], Any]) -> Run:
     return timed
 
 
-def _onnx(peer: subprocess.Popen[str], tokens: Sequence[Sequence[int]]) -> tuple[float, Any]:
+def _onnx(peer: subprocess.Popen[str], tokens: Sequence[Sequence[int]]) -> tuple[float, Logits]:
     assert peer.stdin is not None
     assert peer.stdout is not None
     rows = list(length_buckets([len(text) for text in tokens], budget=BATCH_TOKENS))
     peer.stdin.write(json.dumps([[tokens[row] for row in batch] for batch in rows]) + "\n")
     peer.stdin.flush()
     answer = json.loads(peer.stdout.readline())
-    logits = np.empty((len(tokens), sum(len(head.labels) for head in HEADS)))
+    logits = np.empty((len(tokens), sum(len(head.labels) for head in HEADS)), np.float32)
     logits[[row for batch in rows for row in batch]] = answer["logits"]
     ends = np.cumsum([len(head.labels) for head in HEADS])[:-1]
     by_head = zip((head.name for head in HEADS), np.split(logits, ends, axis=1), strict=True)
@@ -141,7 +155,7 @@ def _packed(artifact: Path) -> PackedEngine:
 
 
 def quantize_student(artifact: Path) -> None:
-    """Write the 8-bit weights beside an artifact, unless they are there already."""
+    """Write the int8 weights into an artifact, unless they exist already."""
     if int8_weights_path(artifact).exists():
         return
     calibration, _ = encode(make_texts(16), load_tokenizer(artifact), max_length=MAX_LENGTH)
@@ -150,8 +164,8 @@ def quantize_student(artifact: Path) -> None:
     save_int8_weights(classifier, artifact)
 
 
-def int8_engine(artifact: Path, plain: Any, *, compiles: bool) -> PackedEngine:
-    """Return the engine over prepared weights, whatever their gate would say."""
+def int8_engine(artifact: Path, plain: Classifier, *, compiles: bool) -> PackedEngine:
+    """Return the int8 engine, whatever the gate of its weights says."""
     backbone = load_int8_backbone(
         artifact,
         max_length=MAX_LENGTH,
@@ -175,25 +189,26 @@ def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         yield batch
 
 
-def _batched(engine: PackedEngine, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-    answers: dict[str, Any] = {}
+def _batched(engine: PackedEngine, tokens: Sequence[Sequence[int]]) -> Logits:
+    answers: dict[str, FloatArray] = {}
     for batch in _batches(tokens):
         for head, values in engine.run([tokens[index] for index in batch]).items():
-            answers.setdefault(head, np.empty((len(tokens), values.shape[1])))[batch] = values
+            answers.setdefault(head, np.empty((len(tokens), values.shape[1]), np.float32))[
+                batch
+            ] = values
     return answers
 
 
 @torch.inference_mode()
-def _one_by_one(classifier: Any, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _one_by_one(classifier: Classifier, tokens: Sequence[Sequence[int]]) -> Logits:
     answers = [classifier(torch.tensor([list(text)])) for text in tokens]
     return {head: torch.cat([a[head] for a in answers]).numpy() for head in answers[0]}
 
 
 @torch.inference_mode()
 def _products(engine: PackedEngine) -> None:
-    """Every matrix product of one batch of tokens and nothing else, each with its own weights."""
-    backbone = engine._backbone
-    assert isinstance(backbone, Backbone)
+    """Compute every matrix product of one batch of tokens, and nothing else."""
+    backbone = engine.backbone
     width, inner = backbone.embedding.shape[1], backbone.shape.num_heads * backbone.shape.head_dim
     x = torch.ones(BATCH_TOKENS, width, dtype=DTYPE)
     mixed = torch.ones(BATCH_TOKENS, inner, dtype=DTYPE)
@@ -210,5 +225,5 @@ def _products(engine: PackedEngine) -> None:
                 linear(given)
 
 
-def _agreement(exact: Mapping[str, Any], found: Mapping[str, Any]) -> float:
+def _agreement(exact: Logits, found: Logits) -> float:
     return float(np.mean([np.mean(exact[h].argmax(-1) == found[h].argmax(-1)) for h in exact]))

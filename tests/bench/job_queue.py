@@ -1,11 +1,11 @@
-"""Whether ten thousand queued jobs make anybody wait: `make bench-queue`.
+"""Latency with ten thousand queued jobs: `make bench-queue`.
 
     python -m tests.bench.job_queue [--jobs N] [--rounds N] [--write FILE]
 
-Two platforms of the same kind stand side by side, one with the jobs and one with an empty table; every
-question goes to both in turn, the order drawn anew each time. What needs a job (show, claim, finish)
-gets one in the empty table, alone, and it is deleted again. Listing and showing go over HTTP, claiming and
-finishing through the store, as workers do. Ends with 1 where a p95 is more than twice the empty table's.
+Two identical platforms run, one with the jobs and one with an empty table; every query goes to both, in
+random order. Queries that need a job (show, claim, finish) get a single one in the empty table, which is
+deleted afterwards. Listing and showing go over HTTP, claiming and finishing through the store, as workers
+do. Exits with 1 if a p95 is more than twice that of the empty table.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MODEL = {"config": {"model_type": "qwen3", "hidden_size": 64}, "tokenizer": {"t
 
 
 def main() -> None:
-    """Fill one platform, ask both, print and perhaps write the table."""
+    """Fill one platform, query both, print the table, and write it if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=500)
@@ -61,7 +61,7 @@ def main() -> None:
     shutil.rmtree(options.directory, ignore_errors=True)
     with ExitStack() as stack:
         full, empty = (
-            Side(stack.enter_context(api_alone(options.directory / name, **SETTINGS)))
+            Platform(stack.enter_context(api_alone(options.directory / name, **SETTINGS)))
             for name in ("full", "empty")
         )
         seconds = full.fill(options.jobs)
@@ -81,8 +81,8 @@ def main() -> None:
 
 
 @dataclass
-class Side:
-    """One platform, and how long each of its answers took."""
+class Platform:
+    """One platform, and the latencies of its answers."""
 
     api: ApiAlone
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -114,10 +114,10 @@ class Side:
     def new_job(self) -> str:
         return self.store.create_job(self.spec)[0].id
 
-    def timed(self, name: str, question: Callable[[], object], *, counts: bool) -> object:
-        """Ask, and remember under `name` how long the answer took."""
+    def timed(self, name: str, query: Callable[[], object], *, counts: bool) -> object:
+        """Run a query, and record its latency under `name` if it counts."""
         started = time.perf_counter()
-        answer = question()
+        answer = query()
         if counts:
             self.seconds.setdefault(name, []).append(time.perf_counter() - started)
         return answer
@@ -136,8 +136,8 @@ class Side:
     def _claim(self, job_id: str) -> Claim | None:
         return self.store.claim(job_id, worker="bench", lease_seconds=60)
 
-    def forget(self, job_id: str) -> None:
-        """Delete a job and what followed from it."""
+    def delete(self, job_id: str) -> None:
+        """Delete a job and its dependent rows."""
         with self.store.engine.begin() as connection:
             for table, column in (
                 ("models", "job_id"),
@@ -155,24 +155,24 @@ class Side:
             return int(found.scalar_one())
 
 
-def measure_lists(full: Side, empty: Side, *, rounds: int) -> None:
+def measure_lists(full: Platform, empty: Platform, *, rounds: int) -> None:
     """List the newest jobs, those of a state and kind, and a page from the middle."""
     middle = sorted(full.job_ids)[len(full.job_ids) // 2]
-    questions = {
+    queries = {
         "GET /jobs": "/jobs",
         "GET /jobs?state=queued&kind=teacher": "/jobs?state=queued&kind=teacher",
         "GET /jobs?cursor= (a page in the middle)": f"/jobs?cursor={middle}",
     }
     for number in range(-WARM_UP, rounds):
-        for name, path in questions.items():
+        for name, path in queries.items():
             for side in random.sample((full, empty), 2):
                 found = side.timed(name, lambda: side.get(path), counts=number >= 0)  # noqa: B023
                 assert isinstance(found, httpx.Response)
                 assert len(found.json()["items"]) == (50 if side is full else 0)
 
 
-def measure_jobs(full: Side, empty: Side, *, rounds: int) -> None:
-    """Show a job, claim it and finish it: one of many, and one that is alone."""
+def measure_jobs(full: Platform, empty: Platform, *, rounds: int) -> None:
+    """Show a job, claim it and finish it: one of many, and a single one."""
     for number in range(-WARM_UP, rounds):
         for side in random.sample((full, empty), 2):
             job_id = full.job_ids.pop() if side is full else empty.new_job()
@@ -180,7 +180,7 @@ def measure_jobs(full: Side, empty: Side, *, rounds: int) -> None:
             side.timed("GET /jobs/{job_id}", lambda: side.get(path), counts=number >= 0)  # noqa: B023
             side.claim_and_finish(job_id, counts=number >= 0)
             if side is empty:
-                empty.forget(job_id)
+                empty.delete(job_id)
 
 
 @dataclass(frozen=True)

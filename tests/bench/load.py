@@ -1,4 +1,4 @@
-"""Closed-loop clients over HTTP, and the processor time of the server that they ask."""
+"""Closed-loop HTTP clients, and the CPU time of the server that they load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -22,7 +21,7 @@ START_SECONDS = 300
 
 @dataclass(frozen=True)
 class Load:
-    """What one burst of requests cost."""
+    """The cost of one burst of requests."""
 
     requests: int
     errors: int
@@ -32,6 +31,7 @@ class Load:
     p99_seconds: float
 
     def as_dict(self) -> dict[str, float]:
+        """Return the figures that are reported."""
         return {
             "requests_per_second": self.requests / self.seconds,
             "cpu_seconds_per_request": self.cpu_seconds / self.requests,
@@ -62,7 +62,7 @@ def serving(command: Sequence[str], *, port: int, env: dict[str, str], log: Path
                     child.kill()
 
 
-def ask(port: int, pid: int, texts: Sequence[str], *, clients: int, field: str = "inputs") -> Load:
+def send(port: int, pid: int, texts: Sequence[str], *, clients: int, field: str = "inputs") -> Load:
     """Send each text once, `clients` at a time, over connections that stay open."""
     latencies: list[float] = []
     errors: list[int] = []
@@ -99,20 +99,20 @@ def ask(port: int, pid: int, texts: Sequence[str], *, clients: int, field: str =
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process and all its descendants."""
+    """Return the CPU time of a process and all its descendants."""
     parent = psutil.Process(pid)
     times = [each.cpu_times() for each in (parent, *parent.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens now."""
+    """Return a port that is not in use now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _post(connection: HTTPConnection, body: dict[str, Any]) -> int:
+def _post(connection: HTTPConnection, body: dict[str, str]) -> int:
     connection.request("POST", "/predict", json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     response.read()
@@ -129,7 +129,7 @@ def _wait(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
             if status == 200:
                 return
             if 400 <= status < 500:
-                break  # it is up and will never take this
+                break  # it is running and will never accept this
         except OSError:
             pass
         time.sleep(0.25)

@@ -1,11 +1,11 @@
-"""ONNX Runtime's 8 bits for the engines' benchmark, in the peers' environment.
+"""ONNX Runtime in 8 bits for the benchmark of the engines, in the peers' environment.
 
     python onnx_int8.py export ARTIFACT DIRECTORY     once; minutes
-    python onnx_int8.py run DIRECTORY                 a batch a line (JSON lists of tokens); answers
-                                                      processor seconds and, with the first, decisions
+    python onnx_int8.py run DIRECTORY                 batches by line (JSON lists of tokens); answers
+                                                      with CPU seconds and logits
 
-Dynamic quantisation as its documentation does it: weights by output channel, activations by tensor.
-Causal texts are padded to the right and read at their last token, so no mask costs it anything.
+Dynamic quantization as in its documentation: weights per output channel, activations per tensor.
+Texts are padded on the right and read at their last token, so that causal attention needs no mask.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 def export(artifact: Path, directory: Path) -> None:
-    """Write <directory>/int8.onnx from an artifact, unless it is there already."""
+    """Write <directory>/int8.onnx from an artifact, unless it exists already."""
     import torch
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from torch import Tensor
@@ -73,7 +73,7 @@ def export(artifact: Path, directory: Path) -> None:
 
 
 def run(directory: Path) -> None:
-    """Answer batches from standard input, each time with the processor seconds that they took."""
+    """Answer batches from standard input, with the CPU seconds that they took."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -89,7 +89,7 @@ def run(directory: Path) -> None:
         )
 
 
-def _padded(texts: list[list[int]]) -> dict[str, Any]:
+def _padded(texts: list[list[int]]) -> dict[str, NDArray[np.int64]]:
     lengths = np.array([len(text) for text in texts])
     tokens = np.zeros((len(texts), lengths.max()), np.int64)
     for row, text in enumerate(texts):

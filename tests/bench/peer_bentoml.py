@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import bentoml
 import torch
@@ -22,7 +21,7 @@ class Model:
         )
         self.tokenizer = load_tokenizer(directory)
 
-    @bentoml.api(batchable=True, max_batch_size=32, max_latency_ms=600_000)
+    @bentoml.api(batchable=True, max_batch_size=32, max_latency_ms=600_000)  # type: ignore[untyped-decorator]
     def classify(self, inputs: list[str]) -> list[dict[str, list[float]]]:
         padded = self.tokenizer(list(inputs), padding=True, return_tensors="pt")
         with torch.inference_mode():
@@ -37,7 +36,8 @@ class Model:
 class Front:
     model = bentoml.depends(Model)
 
-    @bentoml.api(route="/predict")
-    async def predict(self, inputs: str) -> dict[str, Any]:
+    @bentoml.api(route="/predict")  # type: ignore[untyped-decorator]
+    async def predict(self, inputs: str) -> dict[str, list[float]]:
+        answer: dict[str, list[float]]
         [answer] = await self.model.to_async.classify([inputs])
         return answer

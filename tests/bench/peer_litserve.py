@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 import litserve
 import torch
@@ -13,7 +13,7 @@ from services.shared.model.artifact import load_classifier
 from services.shared.model.tokens import load_tokenizer
 
 
-class Classify(litserve.LitAPI):
+class Classify(litserve.LitAPI):  # type: ignore[misc]
     def setup(self, device: str) -> None:
         torch.set_num_threads(int(os.environ["BENCH_THREADS"]))
         self.classifier = load_classifier(
@@ -21,11 +21,11 @@ class Classify(litserve.LitAPI):
         )
         self.tokenizer = load_tokenizer(sys.argv[1])
 
-    # LitServe builds its route from this annotation; it takes `Request` for a JSON body, or none.
-    def decode_request(self, request) -> str:
-        return request["inputs"]
+    # LitServe builds its route from the annotation of `request`: `Request` or none means a JSON body.
+    def decode_request(self, request) -> str:  # type: ignore[no-untyped-def]
+        return str(request["inputs"])
 
-    def predict(self, texts: Any) -> Any:
+    def predict(self, texts: Sequence[str]) -> list[dict[str, list[float]]]:
         padded = self.tokenizer(list(texts), padding=True, return_tensors="pt")
         with torch.inference_mode():
             answers = self.classifier(padded["input_ids"], padded["attention_mask"])
@@ -34,7 +34,7 @@ class Classify(litserve.LitAPI):
             for row in range(len(texts))
         ]
 
-    def encode_response(self, output: dict[str, Any]) -> dict[str, Any]:
+    def encode_response(self, output: dict[str, list[float]]) -> dict[str, list[float]]:
         return output
 
 

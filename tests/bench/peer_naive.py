@@ -1,10 +1,9 @@
-"""The loop that everybody writes first: FastAPI, one forward a request, in its thread pool."""
+"""The obvious server: FastAPI, one forward pass per request, in its thread pool."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 import torch
 import uvicorn
@@ -21,7 +20,7 @@ app = FastAPI()
 
 
 @app.post("/predict")
-def predict(body: dict[str, Any] = Body()) -> dict[str, list[float]]:
+def predict(body: dict[str, str] = Body()) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     ids = torch.tensor([tokenizer(body["inputs"])["input_ids"]])
     with torch.inference_mode():

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TypedDict
 
-from load import Load, ask, cpu_seconds, free_port, serving
-from synthetic import DTYPE, TYPE, make_texts
+from tests.bench.load import Load, cpu_seconds, free_port, send, serving
+from tests.bench.synthetic import DTYPE, TYPE, make_texts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -35,12 +35,22 @@ CLIENTS = 32
 OURS = ("ours, int8", f"ours, {TYPE}")
 
 
+class PeersResult(TypedDict):
+    """The figures of each server by its name, and their ratios to each of ours."""
+
+    versions: dict[str, str]
+    requests: int
+    rounds: dict[str, list[dict[str, float]]]
+    idle_cores: dict[str, float]
+    ratios: dict[str, dict[str, dict[str, float]]]
+
+
 def bench_peers(
     artifact: Path, *, python: Path, requests: int, rounds: int, work_dir: Path
-) -> dict[str, Any]:
-    """Return requests per second and processor seconds per request of each server."""
+) -> PeersResult:
+    """Return requests per second and CPU seconds per request of each server."""
     artifact = artifact.resolve()
-    student = [sys.executable, str(HERE / "serve_student.py"), str(artifact), "PORT"]
+    student = [sys.executable, "-m", "tests.bench.serve_student", str(artifact), "PORT"]
     bentoml = [str(python.parent / "bentoml"), "serve", "peer_bentoml:Front", "--port", "PORT"]
     servers = {
         OURS[0]: [*student, "--int8"],
@@ -61,12 +71,12 @@ def bench_peers(
                 log=work_dir / f"peer_{name.replace(', ', '_')}.log",
             )
             running[name] = (port, stack.enter_context(started))
-            ask(*running[name], make_texts(4, seed=2), clients=4)  # warms it up
+            send(*running[name], make_texts(4, seed=2), clients=4)  # warm-up
         idle = {name: _idle_share(pid) for name, (_, pid) in running.items()}
         for turn in range(rounds):
             texts = make_texts(requests, seed=3 + turn)
             for name in list(servers) if turn % 2 == 0 else reversed(servers):
-                load = ask(*running[name], texts, clients=CLIENTS)
+                load = send(*running[name], texts, clients=CLIENTS)
                 measured[name].append(load)
                 print(f"round {turn + 1}, {name}: {load.as_dict()}", flush=True)
     return {
@@ -79,7 +89,7 @@ def bench_peers(
 
 
 def _ratios(measured: dict[str, list[Load]], ours: str) -> dict[str, dict[str, float]]:
-    """Return how much less processor time and how much more throughput ours has, against each."""
+    """Return the ratios of CPU time and throughput of each server to ours."""
     ratios = {}
     for name, theirs in measured.items():
         pairs = list(zip(measured[ours], theirs, strict=True))
@@ -91,7 +101,7 @@ def _ratios(measured: dict[str, list[Load]], ours: str) -> dict[str, dict[str, f
 
 
 def _idle_share(pid: int, seconds: float = 2.0) -> float:
-    """Return the cores that a server keeps busy while nobody asks it: it costs the others' rounds."""
+    """Return how many cores a server uses while idle, which slows down the rounds of the others."""
     before = cpu_seconds(pid)
     time.sleep(seconds)
     return (cpu_seconds(pid) - before) / seconds

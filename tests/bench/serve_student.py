@@ -2,8 +2,8 @@
 
     python serve_student.py ARTIFACT PORT [--null | --int8]
 
-With --null the engine answers at once; with --int8 it takes the weights that the engines' benchmark
-prepared, without asking the gate. No database and no broker: only the routes that predict are asked.
+With --null the engine does not compute; with --int8 it uses the weights that the benchmark of the engines
+quantized, whatever their gate says. There is no database and no broker: only prediction routes are used.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from services.api.auth.keys import Keys
 from services.api.deps import AppContext
 from services.api.serving.active_models import ActiveModel
 from services.api.serving.encoder import TokenizerEncoder
+from services.api.serving.prediction import FloatArray
 from services.api.serving.predictor import Predictor
 from services.api.serving.promotion import Promotion
 from services.api.serving.settings import ServingSettings
@@ -36,19 +37,19 @@ HEADS = [Head(name="h3", labels=["a", "b", "c"])]
 
 
 class NullEngine:
-    """Answers every text with the same logits."""
+    """Returns the same logits for every text."""
 
     kind = "null"
     runs_on_cpu = True
 
-    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, Any]:
-        return {"h3": np.tile(np.float32([0.1, 0.2, 0.3]), (len(texts), 1))}
+    def run(self, texts: Sequence[Sequence[int]], *, threads: int = 1) -> dict[str, FloatArray]:
+        return {"h3": np.tile(np.array([0.1, 0.2, 0.3], np.float32), (len(texts), 1))}
 
     def computed_tokens(self, lengths: Sequence[int]) -> int:
         return sum(lengths)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 def main() -> None:
@@ -59,11 +60,11 @@ def main() -> None:
     parser.add_argument("--null", action="store_true")
     parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
-    promoted = [Promotion("prm_1", "default", "mdl_1", "bench", "mdl_1", options.artifact)]
+    promotions = [Promotion("prm_1", "default", "mdl_1", "bench", "mdl_1", options.artifact)]
     metrics = Metrics()
     predictor = Predictor(
         ServingSettings(),
-        promotions=list if options.null or options.int8 else lambda: promoted,
+        promotions=list if options.null or options.int8 else lambda: promotions,
         registry=metrics.registry,
     )
     if options.null:
@@ -109,13 +110,12 @@ def _null_student(artifact: Path) -> ActiveModel:
 
 
 def _int8_student(artifact: Path, settings: ServingSettings) -> ActiveModel:
-    # Only here: the tests' server needs no torch.
-    from engines import int8_engine
-    from synthetic import DTYPE, MAX_LENGTH
-    from synthetic import HEADS as heads
-
+    # Imported here, because the server of the tests needs no torch.
     from services.api.serving.engines.engine import warm_up
     from services.shared.model.artifact import load_classifier
+    from tests.bench.engines import int8_engine
+    from tests.bench.synthetic import DTYPE, MAX_LENGTH
+    from tests.bench.synthetic import HEADS as heads
 
     plain = load_classifier(artifact, dtype=DTYPE)
     engine = int8_engine(artifact, plain, compiles=True)

@@ -1,8 +1,8 @@
-"""Swaps under load: requests that fail, latency while the new student loads, memory afterwards.
+"""Swaps under load: failed requests, latency while the new student loads, memory afterwards.
 
-Two artifacts take turns. Each swap follows a quiet stretch, so that the latencies compared are of the
-same minutes; they are pooled over the swaps. The lane leaves one core to the loading thread: on a
-machine whose every core computes, loading takes its share from the requests like any other work.
+Two artifacts alternate. Each swap follows an interval without one, so that the compared latencies are of
+the same minutes; they are pooled over the swaps. The lane leaves one core to the loading thread: if every
+core computed, loading would take its share from the requests like any other work.
 
     python swap.py FIRST SECOND SWAPS     prints the result as a line of JSON, among log lines
 """
@@ -15,17 +15,18 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
-from synthetic import make_texts
 
 from services.api.serving.errors import PredictionError
 from services.api.serving.predictor import Predictor
 from services.api.serving.promotion import Promotion
 from services.api.serving.settings import EngineChoice, ServingSettings
+from tests.bench.synthetic import make_texts
 
 CLIENTS = 2
 SETTLE_SECONDS = 5.0
@@ -33,31 +34,31 @@ QUIET_SECONDS = 12.0
 
 
 @dataclass
-class _Seen:
-    """What the clients saw: when each request began, how long it took, who answered."""
+class _Observations:
+    """The start, duration and version of each answered request, and the errors."""
 
     answers: list[tuple[float, float, str]] = field(default_factory=list)
     errors: list[PredictionError] = field(default_factory=list)
 
-    def took(self, stretches: list[tuple[float, float]]) -> list[float]:
+    def durations(self, intervals: list[tuple[float, float]]) -> list[float]:
         return [
-            took
-            for began, took, _ in self.answers
-            if any(first <= began < last for first, last in stretches)
+            duration
+            for began, duration, _ in self.answers
+            if any(first <= began < last for first, last in intervals)
         ]
 
 
 class _Memory(NamedTuple):
-    """Bytes of a process: all that is resident, and of that what no file could bring back."""
+    """The bytes of a process: resident memory, and the anonymous part of it."""
 
     resident: int
     anonymous: int
 
 
-def bench_swap(first: Path, second: Path, *, swaps: int) -> dict[str, Any]:
-    """Return what the clients and the memory saw of swaps between two artifacts.
+def bench_swap(first: Path, second: Path, *, swaps: int) -> dict[str, object]:
+    """Return the effect of swaps between two artifacts on clients and memory.
 
-    In a process of its own, whose memory nothing else has used before.
+    Runs in a new process, whose memory nothing else has used before.
     """
     done = subprocess.run(
         [sys.executable, __file__, str(first), str(second), str(swaps)],
@@ -67,22 +68,23 @@ def bench_swap(first: Path, second: Path, *, swaps: int) -> dict[str, Any]:
         text=True,
     )
     [line] = [each for each in done.stdout.splitlines() if each.startswith("{")]
-    result: dict[str, Any] = json.loads(line)
+    result: dict[str, object] = json.loads(line)
     return result
 
 
-async def _swap(artifacts: list[Path], swaps: int) -> dict[str, Any]:
-    promoted = [Promotion("prm_0", "default", "mdl_0", "bench", "v0", artifacts[0])]
+async def _swap(artifacts: list[Path], swaps: int) -> dict[str, object]:
+    promotions = [Promotion("prm_0", "default", "mdl_0", "bench", "v0", artifacts[0])]
     threads = max(1, len(os.sched_getaffinity(0)) - 1)
     settings = ServingSettings(
         lanes=1, threads=threads, batch_tokens=256, engine=EngineChoice.PACKED
     )
-    predictor = Predictor(settings, promotions=lambda: list(promoted))
+    predictor = Predictor(settings, promotions=lambda: list(promotions))
     predictor.start()
     await _until(lambda: predictor.active() is not None)
-    seen, stop = _Seen(), asyncio.Event()
+    observations, stop = _Observations(), asyncio.Event()
     clients = [
-        asyncio.ensure_future(_client(predictor, number, seen, stop)) for number in range(CLIENTS)
+        asyncio.ensure_future(_client(predictor, number, observations, stop))
+        for number in range(CLIENTS)
     ]
     quiet, during, peak = [], [], 0
     memory: list[_Memory] = []
@@ -91,34 +93,39 @@ async def _swap(artifacts: list[Path], swaps: int) -> dict[str, Any]:
         memory.append(_memory())
         begun = time.perf_counter()
         await asyncio.sleep(QUIET_SECONDS)
-        former, asked = predictor.active(), time.perf_counter()
+        previous, promoted_at = predictor.active(), time.perf_counter()
         name = f"v{turn}"
         directory = artifacts[turn % len(artifacts)]
-        promoted.insert(
+        promotions.insert(
             0, Promotion(f"prm_{turn}", "default", f"mdl_{turn}", "bench", name, directory)
         )
-        while predictor.active() is former:
+        while predictor.active() is previous:
             peak = max(peak, _memory().anonymous)
             await asyncio.sleep(0.05)
-        quiet.append((begun, asked))
-        during.append((asked, time.perf_counter()))
-        assert former is not None
-        assert await asyncio.to_thread(former.closed.wait, 60), "the former student is not let go"
+        quiet.append((begun, promoted_at))
+        during.append((promoted_at, time.perf_counter()))
+        assert previous is not None
+        assert await asyncio.to_thread(previous.closed.wait, 60), (
+            "the previous student was not closed"
+        )
     await asyncio.sleep(SETTLE_SECONDS)
     memory.append(_memory())
     stop.set()
     await asyncio.gather(*clients)
     await predictor.stop()
-    calm, busy = _percentiles(seen.took(quiet)), _percentiles(seen.took(during))
+    without, during_swap = (
+        _percentiles(observations.durations(quiet)),
+        _percentiles(observations.durations(during)),
+    )
     return {
         "swaps": swaps,
-        "requests": len(seen.answers),
-        "failed": len(seen.errors),
-        "versions": len({version for _, _, version in seen.answers}),
+        "requests": len(observations.answers),
+        "failed": len(observations.errors),
+        "versions": len({version for _, _, version in observations.answers}),
         "seconds_to_swap": [last - first for first, last in during],
-        "quiet_ms": calm,
-        "during_ms": busy,
-        "p99_over_quiet": busy["p99"] / calm["p99"],
+        "quiet_ms": without,
+        "during_ms": during_swap,
+        "p99_over_quiet": during_swap["p99"] / without["p99"],
         "resident_mib": [each.resident >> 20 for each in memory],
         "anonymous_mib": [each.anonymous >> 20 for each in memory],
         "anonymous_peak_mib": peak >> 20,
@@ -132,7 +139,7 @@ async def _swap(artifacts: list[Path], swaps: int) -> dict[str, Any]:
 async def _client(
     predictor: Predictor,
     number: int,
-    seen: _Seen,
+    observations: _Observations,
     stop: asyncio.Event,
 ) -> None:
     texts = make_texts(200, seed=10 + number)
@@ -142,21 +149,21 @@ async def _client(
         try:
             [answer] = await predictor.predict([texts[turn % len(texts)]], truncate=True)
         except PredictionError as error:
-            seen.errors.append(error)
+            observations.errors.append(error)
             continue
-        seen.answers.append((began, time.perf_counter() - began, answer.version))
+        observations.answers.append((began, time.perf_counter() - began, answer.version))
         turn += 1
 
 
-async def _until(condition: Any) -> None:
+async def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.05)
 
 
 def _memory() -> _Memory:
-    """Return what the process holds. Pages of mapped files come and go with the kernel's cache."""
-    held = psutil.Process().memory_info()
-    return _Memory(int(held.rss), int(held.rss - held.shared))
+    """Return the memory of this process. The kernel may evict and reload pages of mapped files."""
+    used = psutil.Process().memory_info()
+    return _Memory(int(used.rss), int(used.rss - used.shared))
 
 
 def _percentiles(seconds: list[float]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A student of Qwen3-0.6B's shape with seeded random weights, and texts of mixed lengths.
 
-Random weights cost what trained ones cost. They have no outlier channels, so agreement of 8-bit
-answers is better here than a trained student's may be: that is what the gate is for.
+Random weights cost the same as trained ones. They have no outlier channels, so the 8-bit answers may agree
+more often than a trained student's, for which there is the gate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.shared.model.classifier import Classifier, build_classifier
 from services.shared.model.tokens import encode, train_tokenizer
 
 MAX_LENGTH = 256
-# What every server and engine here computes in where it is not 8 bits: as a student would be served.
+# The dtype of every server and engine here that is not 8-bit, as a student would be served.
 DTYPE = choose_dtype(ServingSettings().dtype, torch.device("cpu"))
 TYPE = {torch.bfloat16: "bf16", torch.float32: "fp32"}[DTYPE]
 HEADS = [Head(name=f"h{n}", labels=[f"c{c:02}" for c in range(n)]) for n in (2, 3, 5, 10, 20)]
@@ -79,11 +79,12 @@ def write_student(directory: Path, *, layers: int, seed: int) -> None:
 
 @torch.inference_mode()
 def _balance(classifier: Classifier, tokens: list[list[int]]) -> None:
-    """Shift and scale the heads so that every class is answered about as often."""
+    """Shift and scale the heads so that every class is predicted about equally often."""
     answers = [classifier(torch.tensor([text])) for text in tokens]
     for head in HEADS:
         logits = torch.cat([answer[head.name] for answer in answers])
         linear = classifier.heads[head.name]
+        assert isinstance(linear, torch.nn.Linear)
         scale = 1 / logits.std(dim=0).clamp_min(1e-6)
         linear.weight.mul_(scale[:, None])
         linear.bias.copy_(-logits.mean(dim=0) * scale)
