@@ -1,9 +1,8 @@
-"""The directories that a spec may name: below a model root, with weights that are not pickles."""
+"""A spec may name only directories below a model root with safetensors weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from services.api.admission import Admitter
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.planning.spec_to_plan import Unplanned
-from services.shared.jobs.spec import job_spec
+from services.shared.jobs.spec import DistillSpec, TeacherSpec
 
 UNKNOWN = Unplanned("model.path", "unknown architecture")
 
@@ -40,19 +39,19 @@ def admit(roots: Path) -> Admitter:
     )
 
 
-def teacher(path: str) -> Any:
+def teacher(path: str) -> TeacherSpec:
     spec = {"kind": "teacher", "dataset_id": "ds_1", "model": {"path": path}}
-    return job_spec.validate_python(spec)
+    return TeacherSpec.model_validate(spec)
 
 
-def distill(teacher: str, student: str) -> Any:
+def distill(teacher: str, student: str) -> DistillSpec:
     spec = {
         "kind": "distill",
         "dataset_id": "ds_1",
         "teacher": {"path": teacher},
         "student": {"path": student},
     }
-    return job_spec.validate_python(spec)
+    return DistillSpec.model_validate(spec)
 
 
 def test_a_model_below_a_root_is_admitted_by_either_path(admit: Admitter, roots: Path) -> None:
@@ -105,7 +104,7 @@ def test_a_symlink_that_leads_outside_the_roots_is_rejected(
 
 
 def test_symlinks_within_a_root_are_followed(admit: Admitter, roots: Path) -> None:
-    """A hub's cache keeps files under their hashes and links to them."""
+    """A hub cache stores files by hash and links to them."""
     make_model(roots / "blobs", "ab12")
     (roots / "qwen" / "model-2.safetensors").symlink_to(roots / "blobs" / "ab12")
     admit(teacher("qwen"))

@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is a success or a problem document, and never a 5xx."""
+"""Every request gets a success or a problem document, and never a 5xx."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import copy
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
+from httpx2 import Response
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.api.admission import Admitter
 from services.api.planner import Planner
+from tests.api.fakes import FakeStudent
+from tests.api.harness import JobDriver
 
 ONE_APP = settings(
     max_examples=int(os.environ.get("STILLHOUSE_FUZZ_EXAMPLES", "40")),
@@ -95,7 +100,7 @@ def mutated(draw: st.DrawFn, bodies: list[Any]) -> Any:
     return replaced(body, path, draw(ANYTHING))
 
 
-def assert_valid_response(response: Any) -> None:
+def assert_valid_response(response: Response) -> None:
     assert response.status_code < 500, response.text
     if response.status_code >= 400:
         assert response.headers["content-type"] == "application/problem+json"
@@ -105,59 +110,70 @@ def assert_valid_response(response: Any) -> None:
     response.json()
 
 
-def post(client: Any, path: str, body: Any) -> Any:
+def post(client: TestClient, path: str, body: Any) -> Response:
     text = json.dumps(body)  # ASCII, with NaN and lone surrogates as escapes
     return client.post(path, content=text, headers={"content-type": "application/json"})
 
 
+@dataclass(frozen=True)
+class Seeded:
+    """A client of a platform that holds a dataset, a failed job and a model, and their ids."""
+
+    client: TestClient
+    dataset_id: str
+    job_id: str
+    model_id: str
+
+
 @pytest.fixture
-def client(desk: Any, one_head: Any) -> Any:
-    desk.platform.predictor.students["default"] = one_head
-    desk.platform.admit = Admitter(
-        desk.platform.settings, plan=Planner(desk.platform.store, desk.platform.settings)
-    )
-    client = desk.platform.client()
-    client.dataset_id = desk.dataset_id
+def seeded(desk: JobDriver, one_head: FakeStudent) -> Seeded:
+    platform = desk.platform
+    platform.predictor.students["default"] = one_head
+    platform.admitter = Admitter(platform.settings, plan=Planner(platform.store, platform.settings))
     claim = desk.running()
     desk.fail(claim)
-    client.job_id = claim.job_id
-    client.model_id = desk.succeed(desk.running())
-    return client
+    model_id = desk.succeed(desk.running())
+    return Seeded(platform.client(), desk.dataset_id, claim.job_id, model_id)
+
+
+@pytest.fixture
+def client(seeded: Seeded) -> TestClient:
+    return seeded.client
 
 
 @ONE_APP
 @given(body=mutated(SPECS))
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
-def test_any_spec_is_accepted_or_rejected(client: Any, path: str, body: Any) -> None:
+def test_any_spec_is_accepted_or_rejected(seeded: Seeded, path: str, body: Any) -> None:
     if isinstance(body, dict):
         job = body["teacher"] if body.get("kind") == "chain" else body
         if isinstance(job, dict):
-            job.setdefault("dataset_id", client.dataset_id)
-    assert_valid_response(post(client, path, body))
+            job.setdefault("dataset_id", seeded.dataset_id)
+    assert_valid_response(post(seeded.client, path, body))
 
 
 @ONE_APP
 @given(body=mutated([{"inputs": ["a"], "heads": ["sentiment"], "top_k": 1, "truncate": False}]))
-def test_any_predict_request_is_answered(client: Any, body: Any) -> None:
+def test_any_predict_request_is_answered(client: TestClient, body: Any) -> None:
     assert_valid_response(post(client, "/predict", body))
 
 
 @ONE_APP
 @given(body=mutated([{"input": ["a"], "model": "reviews", "truncate_prompt_tokens": -1}]))
-def test_any_classify_request_is_answered(client: Any, body: Any) -> None:
+def test_any_classify_request_is_answered(client: TestClient, body: Any) -> None:
     assert_valid_response(post(client, "/v1/classify", body))
 
 
 @ONE_APP
 @given(body=mutated([{"alias": "default", "force": True, "reason": "why"}]))
-def test_any_promotion_is_answered(client: Any, body: Any) -> None:
-    assert_valid_response(post(client, f"/models/{client.model_id}/promote", body))
+def test_any_promotion_is_answered(seeded: Seeded, body: Any) -> None:
+    assert_valid_response(post(seeded.client, f"/models/{seeded.model_id}/promote", body))
 
 
 @ONE_APP
 @given(body=mutated([{"changes": {"optimizer": "sgd"}, "training": {"epochs": 1}}]))
-def test_any_retry_is_answered(client: Any, body: Any) -> None:
-    assert_valid_response(post(client, f"/jobs/{client.job_id}/retry", body))
+def test_any_retry_is_answered(seeded: Seeded, body: Any) -> None:
+    assert_valid_response(post(seeded.client, f"/jobs/{seeded.job_id}/retry", body))
 
 
 @ONE_APP
@@ -166,7 +182,9 @@ def test_any_retry_is_answered(client: Any, body: Any) -> None:
     media_type=st.sampled_from(["application/json", "multipart/form-data; boundary=b", "x", ""]),
     path=st.sampled_from(["/jobs", "/predict", "/datasets", "/jobs/plan", "/v1/classify"]),
 )
-def test_any_bytes_are_answered(client: Any, body: bytes, media_type: str, path: str) -> None:
+def test_any_bytes_are_answered(
+    client: TestClient, body: bytes, media_type: str, path: str
+) -> None:
     assert_valid_response(client.post(path, content=body, headers={"content-type": media_type}))
 
 
@@ -187,7 +205,7 @@ CASE = {
 
 @ONE_APP
 @given(body=mutated([CASE]))
-def test_any_case_is_diagnosed_or_rejected(client: Any, body: Any) -> None:
+def test_any_case_is_diagnosed_or_rejected(client: TestClient, body: Any) -> None:
     assert_valid_response(post(client, "/diagnoses", body))
 
 
@@ -203,7 +221,7 @@ JSONL_ROW = {"text": "a", "sentiment": "good", "labels": {"sentiment": "x"}}
     heads=ANYTHING | st.just([{"name": "sentiment"}]) | mutated([[{"name": "a", "column": "b"}]]),
 )
 def test_any_upload_is_stored_or_rejected(
-    client: Any, content: bytes, format: str, text_column: str, heads: Any
+    client: TestClient, content: bytes, format: str, text_column: str, heads: Any
 ) -> None:
     form = {"format": format, "text_column": text_column, "heads": json.dumps(heads)}
     data = {name: value.encode("utf-8", "surrogatepass") for name, value in form.items()}
@@ -216,7 +234,7 @@ def test_any_upload_is_stored_or_rejected(
     path=st.sampled_from(["/jobs/{}", "/models/{}", "/datasets/{}", "/jobs/{}/logs"]),
     id=st.text(min_size=1),
 )
-def test_any_unknown_id_is_not_found(client: Any, path: str, id: str) -> None:
+def test_any_unknown_id_is_not_found(client: TestClient, path: str, id: str) -> None:
     quoted = "".join(f"%{byte:02X}" for byte in id.encode("utf-8", "surrogatepass"))
     assert client.get(path.format(quoted)).status_code in (404, 405)
 
@@ -229,6 +247,6 @@ def test_any_unknown_id_is_not_found(client: Any, path: str, id: str) -> None:
         st.text() | st.integers().map(str),
     ),
 )
-def test_any_query_is_answered(client: Any, path: str, query: dict[str, str]) -> None:
+def test_any_query_is_answered(client: TestClient, path: str, query: dict[str, str]) -> None:
     clean = {k: v.encode("utf-8", "replace").decode() for k, v in query.items()}
     assert_valid_response(client.get(path, params=clean))

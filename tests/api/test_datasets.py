@@ -1,4 +1,4 @@
-"""Uploads over HTTP: stored whole, or refused by line; never half."""
+"""Uploads over HTTP are stored completely or rejected with the lines at fault."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fastapi.testclient import TestClient
+from httpx2 import Response
 
 from services.api.routes import datasets
 from services.shared.jobs.errors import Unavailable
+from tests.api.harness import Platform
 
 HEADS = json.dumps([{"name": "sentiment"}])
 
@@ -29,22 +32,24 @@ def jsonl(records: list[Any]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in records).encode()
 
 
-def upload(client: Any, content: bytes, *, filename: str = "reviews.jsonl", **fields: str) -> Any:
+def upload(
+    client: TestClient, content: bytes, *, filename: str = "reviews.jsonl", **fields: str
+) -> Response:
     form = {"heads": HEADS, **fields}
     return client.post("/datasets", files={"file": (filename, content)}, data=form)
 
 
-def left_over(platform: Any) -> list[Path]:
+def left_over(platform: Platform) -> list[Path]:
     settings = platform.settings
     return [*settings.datasets_dir.iterdir(), *settings.uploads_dir.iterdir()]
 
 
 @pytest.fixture
-def client(platform: Any) -> Any:
+def client(platform: Platform) -> TestClient:
     return platform.client()
 
 
-def test_an_upload_is_stored_and_shown(client: Any, platform: Any) -> None:
+def test_an_upload_is_stored_and_shown(client: TestClient, platform: Platform) -> None:
     response = upload(client, jsonl(rows()), name="reviews")
     assert response.status_code == 201
     card = response.json()
@@ -58,7 +63,7 @@ def test_an_upload_is_stored_and_shown(client: Any, platform: Any) -> None:
     assert left_over(platform) == [platform.settings.dataset_dir(card["id"])]
 
 
-def test_csv_with_a_bom_and_parquet_are_read_too(client: Any) -> None:
+def test_csv_with_a_bom_and_parquet_are_read_too(client: TestClient) -> None:
     csv = "text,sentiment\n" + "".join(f"{row['text']},{row['sentiment']}\n" for row in rows())
     parquet = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows()), parquet)
@@ -70,7 +75,7 @@ def test_csv_with_a_bom_and_parquet_are_read_too(client: Any) -> None:
         assert (response.status_code, response.json()["name"]) == (201, "a")
 
 
-def test_columns_and_fractions_are_configurable(client: Any) -> None:
+def test_columns_and_fractions_are_configurable(client: TestClient) -> None:
     records = [{"t": row["text"], "s": row["sentiment"]} for row in rows(200)]
     response = upload(
         client,
@@ -82,11 +87,13 @@ def test_columns_and_fractions_are_configurable(client: Any) -> None:
     assert response.json()["rows"]["train"] < 150
 
 
-def test_unlabelled_text_needs_no_heads(client: Any) -> None:
+def test_unlabelled_text_needs_no_heads(client: TestClient) -> None:
     assert upload(client, jsonl(rows()), heads="[]").json()["heads"] == []
 
 
-def test_errors_name_their_line_and_nothing_is_stored(client: Any, platform: Any) -> None:
+def test_errors_name_their_line_and_nothing_is_stored(
+    client: TestClient, platform: Platform
+) -> None:
     records = rows()
     records[2]["text"] = " "
     records[5]["sentiment"] = 3  # type: ignore[assignment]
@@ -114,13 +121,13 @@ def test_errors_name_their_line_and_nothing_is_stored(client: Any, platform: Any
         ({"surprise": "x"}, "surprise"),
     ],
 )
-def test_an_invalid_field_is_named(client: Any, fields: dict[str, str], named: str) -> None:
+def test_an_invalid_field_is_named(client: TestClient, fields: dict[str, str], named: str) -> None:
     response = upload(client, jsonl(rows()), **fields)
     assert response.status_code == 422
     assert response.json()["errors"][0]["field"] == named
 
 
-def test_an_unknown_extension_needs_a_format(client: Any) -> None:
+def test_an_unknown_extension_needs_a_format(client: TestClient) -> None:
     response = upload(client, jsonl(rows()), filename="reviews.txt")
     assert (response.status_code, response.json()["errors"][0]["field"]) == (422, "file")
     assert upload(client, jsonl(rows()), filename="reviews.txt", format="jsonl").status_code == 201
@@ -128,14 +135,14 @@ def test_an_unknown_extension_needs_a_format(client: Any) -> None:
 
 @pytest.mark.parametrize("filename", ["../../etc/passwd.jsonl", "a/b.jsonl", "页.jsonl"])
 def test_a_file_name_cannot_escape_the_data_directory(
-    client: Any, platform: Any, filename: str
+    client: TestClient, platform: Platform, filename: str
 ) -> None:
     response = upload(client, jsonl(rows()), filename=filename)
     assert response.status_code == 201
     assert left_over(platform) == [platform.settings.dataset_dir(response.json()["id"])]
 
 
-def test_a_form_without_a_file_is_refused(client: Any) -> None:
+def test_a_form_without_a_file_is_refused(client: TestClient) -> None:
     for response in (
         client.post("/datasets", data={"heads": HEADS}),
         client.post("/datasets", json={"file": "x"}),
@@ -146,19 +153,19 @@ def test_a_form_without_a_file_is_refused(client: Any) -> None:
         assert response.json()["errors"][0]["field"] == "file"
 
 
-def test_a_broken_multipart_body_is_malformed(client: Any) -> None:
+def test_a_broken_multipart_body_is_malformed(client: TestClient) -> None:
     headers = {"content-type": "multipart/form-data; boundary=x"}
     response = client.post("/datasets", content=b"--y\r\nnonsense", headers=headers)
     assert response.status_code == 400
     assert response.headers["content-type"] == "application/problem+json"
 
 
-def test_a_second_file_is_rejected(client: Any) -> None:
+def test_a_second_file_is_rejected(client: TestClient) -> None:
     files = [("file", ("a.jsonl", b"{}")), ("file", ("b.jsonl", b"{}"))]
     assert client.post("/datasets", files=files).status_code == 400
 
 
-def test_an_upload_over_the_limit_is_rejected_while_it_streams(platform: Any) -> None:
+def test_an_upload_over_the_limit_is_rejected_while_it_streams(platform: Platform) -> None:
     more = {"upload_limit_bytes": 1000}
     platform.settings = type(platform.settings)(**{**platform.settings.model_dump(), **more})
     response = upload(platform.client(), jsonl(rows(200)))
@@ -167,7 +174,7 @@ def test_an_upload_over_the_limit_is_rejected_while_it_streams(platform: Any) ->
 
 
 def test_a_dataset_that_cannot_be_registered_leaves_no_files(
-    platform: Any, monkeypatch: pytest.MonkeyPatch
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(card: Any) -> None:
         raise Unavailable("away")
@@ -177,7 +184,7 @@ def test_a_dataset_that_cannot_be_registered_leaves_no_files(
     assert left_over(platform) == []
 
 
-def test_a_full_disk_is_reported(platform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -14,7 +14,7 @@ from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
 
 if TYPE_CHECKING:
-    from tests.api.conftest import Platform
+    from tests.api.harness import Platform
 
 REPORTS = json.loads((Path(__file__).parents[1] / "data" / "oom_reports.json").read_text())
 

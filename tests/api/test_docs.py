@@ -1,4 +1,4 @@
-"""docs/http.md names every route and every problem, and nothing that is not there."""
+"""docs/http.md lists exactly the existing routes and problems."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from services.api.auth.keys import Scope
 from services.api.problems import PROBLEM_TYPES
+from tests.api.harness import Platform
 
 PAGE = Path(__file__).parents[2] / "docs" / "http.md"
 
@@ -20,7 +21,7 @@ def text() -> str:
 
 
 @pytest.fixture
-def document(offline: Any) -> dict[str, Any]:
+def document(offline: Platform) -> dict[str, Any]:
     document: dict[str, Any] = offline.client().get("/openapi.json").json()
     return document
 
@@ -36,8 +37,8 @@ def test_docs_list_exactly_the_existing_routes(text: str, document: dict[str, An
 
 
 def test_docs_list_every_problem_with_its_status(text: str) -> None:
-    told = re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", text, re.MULTILINE)
-    assert {slug: int(status) for slug, status in told} == {
+    listed = re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", text, re.MULTILINE)
+    assert {slug: int(status) for slug, status in listed} == {
         slug: status for slug, (status, _) in PROBLEM_TYPES.items()
     }
 

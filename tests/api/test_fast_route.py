@@ -1,9 +1,8 @@
-"""What the short way of /predict and /v1/classify still looks at."""
+"""The fast route checks what an ordinary route of FastAPI would."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from fastapi import APIRouter, Depends, Request
@@ -11,12 +10,14 @@ from fastapi.testclient import TestClient
 from starlette.responses import Response
 
 from services.api.fast_route import MAX_FIELDS, PREDICT_SCOPE, FastRoute
+from tests.api.fakes import FakeStudent
+from tests.api.harness import Platform
 
 ROUTES = [("/predict", "inputs"), ("/v1/classify", "input")]
 
 
 @pytest.fixture
-def client(offline: Any, one_head: Any) -> TestClient:
+def client(offline: Platform, one_head: FakeStudent) -> TestClient:
     offline.predictor.students["default"] = one_head
     return offline.client()
 
@@ -29,7 +30,7 @@ def test_a_huge_list_produces_a_single_error(client: TestClient, path: str, fiel
         413,
         "urn:stillhouse:problem:too-large",
     )
-    assert time.process_time() - started < 1.0  # an error an item takes several seconds
+    assert time.process_time() - started < 1.0  # an error per item takes several seconds
 
 
 @pytest.mark.parametrize(("path", "field"), ROUTES)
@@ -104,9 +105,9 @@ def test_a_fast_route_with_another_dependency_cannot_be_created() -> None:
     async def endpoint(request: Request) -> Response:
         return Response()
 
-    async def forgotten() -> None:
-        """Would be looked up by FastAPI's own solving only."""
+    async def ignored() -> None:
+        """A dependency that only FastAPI's own injection would run."""
 
-    router = APIRouter(route_class=FastRoute, dependencies=[PREDICT_SCOPE, Depends(forgotten)])
+    router = APIRouter(route_class=FastRoute, dependencies=[PREDICT_SCOPE, Depends(ignored)])
     with pytest.raises(AssertionError, match="no other dependency"):
         router.post("/x")(endpoint)

@@ -1,30 +1,31 @@
-"""Probes, metrics, headers, and the weight of the process."""
+"""Probes, metrics, headers, and imports of the process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import Report
+from tests.api.fakes import FakeStudent
+from tests.api.harness import JobDriver, Platform
 
 HEAVY = ["torch", "transformers", "accelerate"]
 
 
-def away() -> None:
-    raise Unavailable("away")
+def unreachable() -> None:
+    raise Unavailable("unreachable")
 
 
-def test_liveness_checks_no_dependency(offline: Any) -> None:
-    offline.probes = {"database": away}
+def test_liveness_checks_no_dependency(offline: Platform) -> None:
+    offline.probes = {"database": unreachable}
     assert offline.client().get("/livez").json() == {"status": "ok"}
 
 
-def test_readiness_names_each_dependency(offline: Any) -> None:
+def test_readiness_names_each_dependency(offline: Platform) -> None:
     offline.probes = {"database": lambda: None, "broker": lambda: None}
     body = offline.client().get("/readyz").json()
     assert {name: part["ok"] for name, part in body["parts"].items()} == {
@@ -33,8 +34,8 @@ def test_readiness_names_each_dependency(offline: Any) -> None:
     }
 
 
-def test_not_ready_is_a_problem_that_names_the_failed_dependency(offline: Any) -> None:
-    offline.probes = {"database": lambda: None, "broker": away}
+def test_not_ready_is_a_problem_that_names_the_failed_dependency(offline: Platform) -> None:
+    offline.probes = {"database": lambda: None, "broker": unreachable}
     response = offline.client().get("/readyz")
     assert response.status_code == 503
     assert response.headers["content-type"] == "application/problem+json"
@@ -44,9 +45,9 @@ def test_not_ready_is_a_problem_that_names_the_failed_dependency(offline: Any) -
 
 
 def test_health_lists_served_models_while_a_dependency_is_down(
-    offline: Any, two_heads: Any
+    offline: Platform, two_heads: FakeStudent
 ) -> None:
-    offline.probes = {"broker": away}
+    offline.probes = {"broker": unreachable}
     offline.predictor.students["default"] = two_heads
     response = offline.client().get("/health")
     assert response.status_code == 200
@@ -55,7 +56,9 @@ def test_health_lists_served_models_while_a_dependency_is_down(
     assert body["models"]["default"]["heads"] == ["sentiment", "domain"]
 
 
-def test_metrics_have_one_prefix_and_label_routes_not_paths(offline: Any, one_head: Any) -> None:
+def test_metrics_have_one_prefix_and_label_routes_not_paths(
+    offline: Platform, one_head: FakeStudent
+) -> None:
     offline.predictor.students["default"] = one_head
     client = offline.client()
     client.get("/jobs/job_1")
@@ -71,7 +74,7 @@ def test_metrics_have_one_prefix_and_label_routes_not_paths(offline: Any, one_he
     assert "job_1" not in text
 
 
-def test_every_response_carries_the_same_headers(offline: Any) -> None:
+def test_every_response_carries_the_same_headers(offline: Platform) -> None:
     client = offline.client()
     for path in ("/livez", "/nothing", "/jobs/job_1"):
         headers = client.get(path).headers
@@ -89,7 +92,7 @@ def test_the_application_is_imported_without_torch(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_metrics_report_the_plan_error_of_finished_jobs(desk: Any) -> None:
+def test_metrics_report_the_plan_error_of_finished_jobs(desk: JobDriver) -> None:
     for measured in (8, 14):
         claim = desk.running()
         outcome = Outcome(
@@ -106,7 +109,7 @@ def test_metrics_report_the_plan_error_of_finished_jobs(desk: Any) -> None:
     assert 'stillhouse_plan_error_jobs{device="cpu",phase="forward"} 2.0' in text
 
 
-def test_metrics_are_served_while_the_database_is_unreachable(offline: Any) -> None:
+def test_metrics_are_served_while_the_database_is_unreachable(offline: Platform) -> None:
     response = offline.client().get("/metrics")
     assert response.status_code == 200
     assert "stillhouse_plan_error" not in response.text

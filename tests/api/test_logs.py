@@ -1,4 +1,4 @@
-"""Log lines are JSON, and a traceback in them holds no values."""
+"""Log lines are JSON, and their tracebacks hold no local variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real parts joined: Postgres, Valkey, the follower; and what the server refuses to start with."""
+"""The application with Postgres, Valkey and the promotion feed; settings with which it does not start."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from services.api.settings import ApiSettings
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.gates import HeadComparison, Int8Gate
 from services.shared.jobs.queue import depth, make_celery
+from services.shared.jobs.views import ServingView
+from tests.api.harness import JobDriver
 
 GATE = Int8Gate(
     passed=False,
@@ -66,7 +68,7 @@ def test_serving_metrics_are_in_the_same_registry(client: TestClient) -> None:
     assert "stillhouse_serving_queue_tokens 0.0" in client.get("/metrics").text
 
 
-def test_the_feed_reads_each_promotion_once_newest_first(desk: Any) -> None:
+def test_the_feed_reads_each_promotion_once_newest_first(desk: JobDriver) -> None:
     model_id = desk.succeed(desk.running())
     feed = PromotionFeed(desk.store)
     assert feed() == []
@@ -85,7 +87,7 @@ def test_the_feed_reads_each_promotion_once_newest_first(desk: Any) -> None:
     ]
 
 
-def test_the_feed_stores_the_outcomes_of_promotions(desk: Any) -> None:
+def test_the_feed_stores_the_outcomes_of_promotions(desk: JobDriver) -> None:
     model_id = desk.succeed(desk.running())
     desk.store.promote(model_id)
     feed = PromotionFeed(desk.store)
@@ -110,7 +112,7 @@ def test_the_feed_stores_the_outcomes_of_promotions(desk: Any) -> None:
 
 
 def test_outcomes_reported_during_a_database_outage_are_stored_later_in_order(
-    desk: Any, monkeypatch: pytest.MonkeyPatch
+    desk: JobDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_id = desk.succeed(desk.running())
     desk.store.promote(model_id)
@@ -130,9 +132,17 @@ def test_outcomes_reported_during_a_database_outage_are_stored_later_in_order(
     feed.on_served(promoted, engine="packed-float32")
     with pytest.raises(Unavailable):
         feed()
-    assert desk.store.active().serving is None
+    assert active_serving(desk) is None
     feed()
-    assert desk.store.active().serving.outcome == "served"
+    serving = active_serving(desk)
+    assert serving is not None
+    assert serving.outcome == "served"
+
+
+def active_serving(desk: JobDriver) -> ServingView | None:
+    promotion = desk.store.active()
+    assert promotion is not None
+    return promotion.serving
 
 
 def start(**environment: str) -> subprocess.CompletedProcess[str]:

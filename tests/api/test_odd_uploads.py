@@ -1,4 +1,4 @@
-"""Uploads that are packed, or written in another alphabet: refused by name, and never unpacked."""
+"""Compressed or non-UTF-8 uploads are rejected, and nothing is decompressed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import io
 import json
 import lzma
 import zipfile
-from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
+from httpx2 import Response
+
+from tests.api.harness import Platform
 
 ROWS = "".join(
     json.dumps(
@@ -46,7 +49,7 @@ ODD = {
 }
 
 
-def upload(client: Any, content: bytes, *, format: str | None, **headers: str) -> Any:
+def upload(client: TestClient, content: bytes, *, format: str | None, **headers: str) -> Response:
     form = {"heads": '[{"name": "mood"}]'} | ({"format": format} if format else {})
     return client.post(
         "/datasets", files={"file": ("a.jsonl", content)}, data=form, headers=headers
@@ -54,7 +57,7 @@ def upload(client: Any, content: bytes, *, format: str | None, **headers: str) -
 
 
 @pytest.mark.parametrize("format", ["jsonl", "csv", "parquet"])
-def test_compressed_and_non_utf8_uploads_are_rejected(platform: Any, format: str) -> None:
+def test_compressed_and_non_utf8_uploads_are_rejected(platform: Platform, format: str) -> None:
     client = platform.client()
     for kind, content in ODD.items():
         response = upload(client, content, format=format)
@@ -65,15 +68,15 @@ def test_compressed_and_non_utf8_uploads_are_rejected(platform: Any, format: str
     assert list(platform.settings.uploads_dir.iterdir()) == []
 
 
-def test_a_compressed_file_is_rejected_by_its_extension(platform: Any) -> None:
+def test_a_compressed_file_is_rejected_by_its_extension(platform: Platform) -> None:
     files = {"file": ("rows.jsonl.gz", ODD["gzip"])}
     response = platform.client().post("/datasets", files=files)
     assert response.status_code == 422
     assert response.json()["errors"][0]["field"] == "file"
 
 
-def test_a_compressed_body_is_never_decompressed(platform: Any) -> None:
-    """`Content-Encoding` is a way to send a bomb past a limit on the body's size."""
+def test_a_compressed_body_is_never_decompressed(platform: Platform) -> None:
+    """`Content-Encoding` would let a decompression bomb bypass the body limit."""
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     client = platform.client()
     for path in ("/datasets", "/jobs", "/predict", "/diagnoses"):

@@ -1,4 +1,4 @@
-"""The shapes of /predict and /v1/classify, for one head and for several."""
+"""The responses of /predict and /v1/classify, for one head and for several."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
+from httpx2 import Response
+from starlette.types import Message
 
 from services.api.app import create_app
 from services.api.serving.errors import EngineFailed, Overloaded, RequestTooLarge, UnusableText
+from tests.api.fakes import FakeStudent
+from tests.api.harness import JobDriver, Platform
 
 NEGATIVE_POSITIVE = [
     {"label": "positive", "score": pytest.approx(2 / 3)},
@@ -18,57 +23,57 @@ DOMAINS = ["other", "hotel", "computer", "book"]
 
 
 @pytest.fixture
-def client(offline: Any, one_head: Any, two_heads: Any) -> Any:
+def client(offline: Platform, one_head: FakeStudent, two_heads: FakeStudent) -> TestClient:
     offline.predictor.students.update({"default": one_head, "challenger": two_heads})
     return offline.client()
 
 
-def ask(client: Any, *, several: bool = False, **body: Any) -> Any:
+def ask(client: TestClient, *, several: bool = False, **body: Any) -> Response:
     alias = "?alias=challenger" if several else ""
     return client.post(f"/predict{alias}", json=body)
 
 
-def test_one_text_and_one_head_give_labels_by_score(client: Any) -> None:
+def test_one_text_and_one_head_give_labels_by_score(client: TestClient) -> None:
     assert ask(client, inputs="好").json() == NEGATIVE_POSITIVE
 
 
-def test_a_list_gives_a_list_even_of_one(client: Any) -> None:
+def test_a_list_gives_a_list_even_of_one(client: TestClient) -> None:
     assert ask(client, inputs=["好"]).json() == [NEGATIVE_POSITIVE]
 
 
-def test_a_flat_list_is_a_batch_and_not_a_pair(client: Any) -> None:
+def test_a_flat_list_is_a_batch_and_not_a_pair(client: TestClient) -> None:
     assert ask(client, inputs=["好", "坏"]).json() == [NEGATIVE_POSITIVE] * 2
 
 
-def test_teis_nested_batch_is_accepted(client: Any, offline: Any) -> None:
+def test_teis_nested_batch_is_accepted(client: TestClient, offline: Platform) -> None:
     assert ask(client, inputs=[["好"], ["坏"]]).json() == [NEGATIVE_POSITIVE] * 2
     assert offline.predictor.seen == [["好", "坏"]]
 
 
-def test_several_heads_give_a_map_by_head(client: Any) -> None:
+def test_several_heads_give_a_map_by_head(client: TestClient) -> None:
     answer = ask(client, several=True, inputs="好").json()
     assert answer["sentiment"] == NEGATIVE_POSITIVE
     assert [row["label"] for row in answer["domain"]] == DOMAINS
     assert ask(client, several=True, inputs=["好"]).json() == [answer]
 
 
-def test_one_requested_head_of_several_gives_the_plain_shape(client: Any) -> None:
+def test_one_requested_head_of_several_gives_the_plain_shape(client: TestClient) -> None:
     answer = ask(client, several=True, inputs="好", heads=["sentiment"]).json()
     assert answer == NEGATIVE_POSITIVE
 
 
-def test_an_unknown_head_is_named(client: Any) -> None:
+def test_an_unknown_head_is_named(client: TestClient) -> None:
     response = ask(client, inputs="好", heads=["sentiment", "mood"])
     assert response.status_code == 422
     assert response.json()["errors"][0]["field"] == "heads.1"
 
 
-def test_raw_scores_are_logits(client: Any) -> None:
+def test_raw_scores_are_logits(client: TestClient) -> None:
     answer = ask(client, inputs="好", raw_scores=True).json()
     assert [row["score"] for row in answer] == [1.0, 0.0]
 
 
-def test_top_k_keeps_the_best(client: Any) -> None:
+def test_top_k_keeps_the_best(client: TestClient) -> None:
     answer = ask(client, several=True, inputs="好", top_k=1).json()
     assert {head: [row["label"] for row in rows] for head, rows in answer.items()} == {
         "sentiment": ["positive"],
@@ -76,7 +81,7 @@ def test_top_k_keeps_the_best(client: Any) -> None:
     }
 
 
-def test_detail_includes_model_tokens_and_usage(client: Any) -> None:
+def test_detail_includes_model_tokens_and_usage(client: TestClient) -> None:
     answer = ask(client, several=True, inputs=["a b", "c"], detail=True).json()
     assert (answer["model"], answer["version"]) == ("reviews", "mdl_2_1")
     assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
@@ -86,7 +91,7 @@ def test_detail_includes_model_tokens_and_usage(client: Any) -> None:
     assert len(first["heads"]["domain"]["scores"]) == 4
 
 
-def test_a_long_text_is_rejected_by_index(client: Any) -> None:
+def test_a_long_text_is_rejected_by_index(client: TestClient) -> None:
     response = ask(client, inputs=["short", "w " * 9])
     assert response.status_code == 422
     body = response.json()
@@ -94,12 +99,12 @@ def test_a_long_text_is_rejected_by_index(client: Any) -> None:
     assert body["errors"][0]["field"] == "inputs.1"
 
 
-def test_a_long_text_is_truncated_on_request(client: Any) -> None:
+def test_a_long_text_is_truncated_on_request(client: TestClient) -> None:
     answer = ask(client, inputs="w " * 9, truncate=True, detail=True).json()
     assert answer["data"][0]["truncated"] is True
 
 
-def test_headers_name_the_version_and_the_stages(client: Any) -> None:
+def test_headers_name_the_version_and_the_stages(client: TestClient) -> None:
     response = ask(client, inputs="好")
     assert response.headers["x-model-version"] == "mdl_1_1"
     assert (
@@ -123,20 +128,22 @@ def test_headers_name_the_version_and_the_stages(client: Any) -> None:
         {"inputs": "a", "truncate": "perhaps"},
     ],
 )
-def test_an_invalid_request_is_rejected(client: Any, body: dict[str, Any]) -> None:
+def test_an_invalid_request_is_rejected(client: TestClient, body: dict[str, Any]) -> None:
     response = client.post("/predict", json=body)
     assert response.status_code == 422
     assert response.json()["errors"]
 
 
-def test_more_texts_than_one_request_may_have_are_too_large(client: Any, offline: Any) -> None:
+def test_more_texts_than_one_request_may_have_are_too_large(
+    client: TestClient, offline: Platform
+) -> None:
     most = offline.settings.predict_most_texts
     assert ask(client, inputs=["a"] * most).status_code == 200
     assert ask(client, inputs=["a"] * (most + 1)).status_code == 413
 
 
 @pytest.mark.parametrize("path", ["/predict", "/v1/classify"])
-def test_before_any_promotion_prediction_is_unavailable(offline: Any, path: str) -> None:
+def test_before_any_promotion_prediction_is_unavailable(offline: Platform, path: str) -> None:
     response = offline.client().post(path, json={"inputs" if path == "/predict" else "input": "a"})
     assert response.status_code == 503
     assert response.json()["type"].endswith(":no-student")
@@ -154,7 +161,7 @@ def test_before_any_promotion_prediction_is_unavailable(offline: Any, path: str)
     ],
 )
 def test_each_failure_of_serving_has_its_problem(
-    client: Any, offline: Any, failure: Any, status: int, slug: str
+    client: TestClient, offline: Platform, failure: Any, status: int, slug: str
 ) -> None:
     offline.predictor.failure = failure
     response = ask(client, inputs="a")
@@ -165,7 +172,7 @@ def test_each_failure_of_serving_has_its_problem(
 
 @pytest.mark.parametrize("character", ["\x01", "\x08", "\x1b", "\x1f", "\x7f"])
 def test_a_control_character_is_rejected_by_code_point(
-    client: Any, offline: Any, character: str
+    client: TestClient, offline: Platform, character: str
 ) -> None:
     response = ask(client, inputs=["好", f"a{character}b"])
     assert response.status_code == 422
@@ -175,16 +182,16 @@ def test_a_control_character_is_rejected_by_code_point(
     assert offline.predictor.seen == []
 
 
-def test_line_breaks_and_non_ascii_characters_are_accepted(client: Any) -> None:
+def test_line_breaks_and_non_ascii_characters_are_accepted(client: TestClient) -> None:
     assert ask(client, inputs="a\tb\r\nc\vd\fe \x85 \u2028 好\u200d").status_code == 200
 
 
-def test_overload_sends_retry_after(client: Any, offline: Any) -> None:
+def test_overload_sends_retry_after(client: TestClient, offline: Platform) -> None:
     offline.predictor.failure = Overloaded(2.2)
     assert ask(client, inputs="a").headers["retry-after"] == "3"
 
 
-def test_classify_answers_in_vllms_shape(client: Any) -> None:
+def test_classify_answers_in_vllms_shape(client: TestClient) -> None:
     answer = client.post("/v1/classify", json={"model": "reviews", "input": ["好", "a b"]}).json()
     assert answer["object"] == "list"
     assert answer["model"] == "reviews"
@@ -197,7 +204,9 @@ def test_classify_answers_in_vllms_shape(client: Any) -> None:
     }
 
 
-def test_classify_with_several_heads_keeps_the_plain_fields_for_the_first(client: Any) -> None:
+def test_classify_with_several_heads_keeps_the_plain_fields_for_the_first(
+    client: TestClient,
+) -> None:
     answer = client.post("/v1/classify?alias=challenger", json={"input": "好"}).json()
     text = answer["data"][0]
     assert (text["label"], text["num_classes"]) == ("positive", 2)
@@ -206,17 +215,17 @@ def test_classify_with_several_heads_keeps_the_plain_fields_for_the_first(client
 
 
 @pytest.mark.parametrize("name", ["reviews", "mdl_1_1", "default"])
-def test_classify_accepts_the_models_name_version_or_alias(client: Any, name: str) -> None:
+def test_classify_accepts_the_models_name_version_or_alias(client: TestClient, name: str) -> None:
     response = client.post("/v1/classify", json={"model": name, "input": "a"})
     assert response.status_code == 200
 
 
-def test_classify_for_a_model_that_does_not_serve_is_not_found(client: Any) -> None:
+def test_classify_for_a_model_that_does_not_serve_is_not_found(client: TestClient) -> None:
     response = client.post("/v1/classify", json={"model": "gpt", "input": "a"})
     assert response.status_code == 404
 
 
-def test_classify_truncates_only_for_minus_one(client: Any) -> None:
+def test_classify_truncates_only_for_minus_one(client: TestClient) -> None:
     long = "w " * 9
     assert client.post("/v1/classify", json={"input": long}).status_code == 422
     body = {"input": long, "truncate_prompt_tokens": -1}
@@ -225,47 +234,46 @@ def test_classify_truncates_only_for_minus_one(client: Any) -> None:
     assert client.post("/v1/classify", json=body).status_code == 422
 
 
-def test_a_prediction_is_cancelled_when_its_client_disconnects(offline: Any, one_head: Any) -> None:
+@pytest.mark.anyio
+async def test_a_prediction_is_cancelled_when_its_client_disconnects(
+    offline: Platform, one_head: FakeStudent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offline.predictor.students["default"] = one_head
-    dropped: list[bool] = []
+    started, cancelled = asyncio.Event(), asyncio.Event()
+    body: list[Message] = [{"type": "http.request", "body": b'{"inputs": "a"}', "more_body": False}]
+    sent: list[Message] = []
 
-    async def visit() -> None:
-        busy, sent = asyncio.Event(), []
-        body = [{"type": "http.request", "body": b'{"inputs": "a"}', "more_body": False}]
+    async def endless(texts: list[str], *, truncate: bool, alias: str) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
-        async def endless(texts: list[str], *, truncate: bool, alias: str) -> Any:
-            busy.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                dropped.append(True)
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await started.wait()
+        return {"type": "http.disconnect"}
 
-        async def receive() -> Any:
-            if body:
-                return body.pop()
-            await busy.wait()
-            return {"type": "http.disconnect"}
+    async def send(message: Message) -> None:
+        sent.append(message)
 
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        offline.predictor.predict = endless
-        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/predict",
-            "query_string": b"",
-            "headers": headers,
-        }
-        await create_app(offline.context())(scope, receive, send)
-        assert sent == []
-
-    asyncio.run(asyncio.wait_for(visit(), 20))
-    assert dropped == [True]
+    monkeypatch.setattr(offline.predictor, "predict", endless)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/predict",
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+    }
+    app = create_app(offline.context())
+    await asyncio.wait_for(app(scope, receive, send), 20)
+    assert cancelled.is_set()
+    assert sent == []
 
 
-def test_an_alias_that_was_never_promoted_is_not_found(platform: Any) -> None:
+def test_an_alias_that_was_never_promoted_is_not_found(platform: Platform) -> None:
     response = platform.client().post("/predict?alias=rival", json={"inputs": "a"})
     assert (response.status_code, response.json()["type"]) == (
         404,
@@ -273,6 +281,6 @@ def test_an_alias_that_was_never_promoted_is_not_found(platform: Any) -> None:
     )
 
 
-def test_an_alias_whose_student_is_still_loading_is_unavailable(desk: Any) -> None:
+def test_an_alias_whose_student_is_still_loading_is_unavailable(desk: JobDriver) -> None:
     desk.store.promote(desk.succeed(desk.running()), alias="rival")
     assert desk.client.post("/predict?alias=rival", json={"inputs": "a"}).status_code == 503

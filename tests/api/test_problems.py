@@ -1,4 +1,4 @@
-"""Whatever goes wrong, the answer is a problem document."""
+"""Every error response is a problem document."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from httpx2 import Response
 
 from services.api.admission import Admitter
 from services.api.errors import to_problem
 from services.api.problems import PROBLEM_TYPES
 from services.shared.jobs import errors as shared
+from services.shared.jobs.planning.spec_to_plan import Unplanned
+from tests.api.harness import Platform
 
+UNPLANNED = Unplanned("model.path", "unknown architecture")
 TEACHER = {"kind": "teacher", "dataset_id": "ds_1", "model": {"path": "base"}}
 
 
-def assert_problem(response: Any, slug: str) -> dict[str, Any]:
+def assert_problem(response: Response, slug: str) -> dict[str, Any]:
     """Check the shape that every problem has, and return it."""
     assert response.headers["content-type"] == "application/problem+json"
     body: dict[str, Any] = response.json()
@@ -34,7 +38,7 @@ def fields(body: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture
-def client(offline: Any) -> TestClient:
+def client(offline: Platform) -> TestClient:
     return offline.client()
 
 
@@ -162,8 +166,10 @@ def test_long_client_input_is_not_echoed(client: TestClient) -> None:
     assert len(response.content) < 3000
 
 
-def test_long_paths_and_values_are_truncated_in_problems(client: TestClient, offline: Any) -> None:
-    offline.admit = Admitter(offline.settings, plan=lambda spec, teacher: None)
+def test_long_paths_and_values_are_truncated_in_problems(
+    client: TestClient, offline: Platform
+) -> None:
+    offline.admitter = Admitter(offline.settings, plan=lambda spec, teacher: UNPLANNED)
     body = {**TEACHER, "model": {"path": "x" * 200_000}}
     response = offline.client().post("/jobs", json=body)
     assert fields(assert_problem(response, "invalid-request")) == ["model.path"]
@@ -197,7 +203,7 @@ def test_an_unreachable_database_is_unavailable_with_retry_after(client: TestCli
 
 
 def test_an_unexpected_exception_reveals_no_internals(
-    offline: Any, caplog: pytest.LogCaptureFixture
+    offline: Platform, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("secret")

@@ -1,8 +1,7 @@
-"""What strangers get, and what never leaves: the promises of SECURITY.md that belong to the API."""
+"""The guarantees of SECURITY.md that concern the API."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import json
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import structlog
 from fastapi.testclient import TestClient
+from starlette.types import Message
 
 from services.api.app import create_app
 from services.api.auth.authentication import PUBLIC_PATHS
@@ -23,6 +23,8 @@ from services.api.logs import configure_logs
 from services.api.main import create
 from services.api.serving.errors import EngineFailed
 from services.api.settings import ApiSettings
+from tests.api.fakes import FakeStudent
+from tests.api.harness import Platform
 
 KEY = "hush-the-key-5d2f"
 WRONG = "hush-wrong-key-77aa"
@@ -30,7 +32,7 @@ TEXT = "hush a text of somebody 91c4"
 
 
 @pytest.fixture
-def locked(offline: Any) -> Any:
+def locked(offline: Platform) -> Platform:
     entry = {"sha256": hashlib.sha256(KEY.encode()).hexdigest(), "scopes": ["admin"]}
     offline.keys = Keys(KeysFile.validate_python({"owner": entry}))
     return offline
@@ -40,7 +42,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def operations(client: Any) -> list[tuple[str, str]]:
+def operations(client: TestClient) -> list[tuple[str, str]]:
     return [
         (method.upper(), path)
         for path, found in client.get("/openapi.json").json()["paths"].items()
@@ -48,7 +50,7 @@ def operations(client: Any) -> list[tuple[str, str]]:
     ]
 
 
-def test_every_operation_except_probes_requires_a_key(locked: Any) -> None:
+def test_every_operation_except_probes_requires_a_key(locked: Platform) -> None:
     client = locked.client()
     opened = set()
     for method, path in operations(client):
@@ -59,7 +61,7 @@ def test_every_operation_except_probes_requires_a_key(locked: Any) -> None:
     assert opened < PUBLIC_PATHS
 
 
-def test_without_a_key_unknown_paths_answer_401(locked: Any) -> None:
+def test_without_a_key_unknown_paths_answer_401(locked: Platform) -> None:
     client = locked.client()
     for method, path in [("GET", "/nothing"), ("PUT", "/jobs"), ("GET", "/jobs/")]:
         assert client.request(method, path).status_code == 401
@@ -68,14 +70,15 @@ def test_without_a_key_unknown_paths_answer_401(locked: Any) -> None:
 @pytest.mark.parametrize(
     "path", ["/jobs", "/jobs/plan", "/diagnoses", "/datasets", "/predict", "/v1/classify", "/none"]
 )
-def test_an_unauthenticated_body_is_never_read(locked: Any, path: str) -> None:
+@pytest.mark.anyio
+async def test_an_unauthenticated_body_is_never_read(locked: Platform, path: str) -> None:
     app = create_app(locked.context())
-    sent: list[Any] = []
+    sent: list[Message] = []
 
-    async def receive() -> Any:
-        raise AssertionError("somebody read the body")
+    async def receive() -> Message:
+        raise AssertionError("the body was read")
 
-    async def send(message: Any) -> None:
+    async def send(message: Message) -> None:
         sent.append(message)
 
     scope = {
@@ -87,7 +90,7 @@ def test_an_unauthenticated_body_is_never_read(locked: Any, path: str) -> None:
         "client": ("10.0.0.1", 1),
         "app": app,
     }
-    asyncio.run(app(scope, receive, send))
+    await app(scope, receive, send)
     assert sent[0]["status"] == 401
 
 
@@ -129,7 +132,9 @@ SAFE_HEADERS = {
 }
 
 
-def test_every_response_has_security_headers(locked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_response_has_security_headers(
+    locked: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locked.predictor, "active", lambda alias: 1 / 0)
     client = locked.client()
     json_type = {"content-type": "application/json"}
@@ -149,7 +154,7 @@ def test_every_response_has_security_headers(locked: Any, monkeypatch: pytest.Mo
         assert "server" not in response.headers
 
 
-def test_no_response_allows_another_origin(locked: Any) -> None:
+def test_no_response_allows_another_origin(locked: Platform) -> None:
     headers = {**bearer(KEY), "Origin": "https://example.org"}
     client = locked.client()
     for response in (
@@ -160,8 +165,8 @@ def test_no_response_allows_another_origin(locked: Any) -> None:
 
 
 @pytest.fixture
-def logged(capfd: pytest.CaptureFixture[str], caplog: Any) -> Iterator[None]:
-    """Log as the server does, everything down to DEBUG, and put back what was before."""
+def logged(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Log as the server does, at DEBUG, and restore the configuration afterwards."""
     caplog.set_level(logging.WARNING, "httpx2")  # the client's own lines are not the server's
     root = logging.getLogger()
     before, level, configuration = root.handlers[:], root.level, structlog.get_config()
@@ -175,7 +180,11 @@ def logged(capfd: pytest.CaptureFixture[str], caplog: Any) -> Iterator[None]:
 
 
 def test_no_key_password_or_text_is_logged_or_returned(
-    locked: Any, logged: None, capfd: pytest.CaptureFixture[str], one_head: Any
+    locked: Platform,
+    logged: None,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    one_head: FakeStudent,
 ) -> None:
     password = "hush-password-3e1b"
     url = f"postgresql+psycopg://owner:{password}@127.0.0.1:1/nothing?connect_timeout=1"
@@ -198,24 +207,24 @@ def test_no_key_password_or_text_is_logged_or_returned(
     locked.predictor.failure = EngineFailed("the engine broke")
     ask("POST", "/predict", json={"inputs": TEXT})
     locked.predictor.failure = None
-    locked.predictor.predict = crash
+    monkeypatch.setattr(locked.predictor, "predict", crash)
     ask("POST", "/predict", json={"inputs": TEXT})
     ask("GET", "/health")
     statuses = {answer.status_code for answer in answers}
     assert {200, 401, 422, 500, 503} <= statuses
     captured = capfd.readouterr()
     logs = captured.out + captured.err
-    assert "request_failed" in logs  # what broke is told
+    assert "request_failed" in logs  # the failure is logged
     assert "ZeroDivisionError" in logs
-    told = "".join(f"{answer.headers}{answer.text}" for answer in answers)
+    returned = "".join(f"{answer.headers}{answer.text}" for answer in answers)
     for secret in (KEY, WRONG, TEXT, password):
         assert secret not in logs
-        assert secret not in told
-    assert hashlib.sha256(KEY.encode()).hexdigest() not in logs + told
+        assert secret not in returned
+    assert hashlib.sha256(KEY.encode()).hexdigest() not in logs + returned
 
 
 async def crash(texts: list[str], **_: Any) -> None:
-    """Break with the text in a local variable, where a richer traceback would find it."""
+    """Fail with the text in a local variable, which a richer traceback would show."""
     first = texts[0]
     raise ZeroDivisionError(len(first))
 

@@ -1,9 +1,10 @@
-"""Uploads beyond those that the server takes at once wait for their turn, or are refused."""
+"""Uploads over the limits wait for a validation slot or are rejected."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,95 +13,93 @@ import pytest
 from services.api.app import create_app
 from services.api.limits.uploads import UploadLimiter
 from services.api.routes import datasets
+from services.shared.datasets.card import DatasetCard
+from services.shared.datasets.ingest import ingest
+from tests.api.harness import Platform
 
 FORM = {"heads": '[{"name": "mood"}]'}
 ROWS = "".join(f'{{"text": "t{n}", "mood": "{n % 2}"}}\n' for n in range(40)).encode()
 
 
 class GatedIngest:
-    """Stands before the real validation: counts who is in, and lets nobody out before `open`."""
+    """Wraps the real ingestion: counts concurrent calls and blocks them until `open` is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.open = threading.Event()
         self.entered = threading.Semaphore(0)
         self.lock = threading.Lock()
-        self.inside = self.most = 0
-        self.ingest = datasets.ingest
-        monkeypatch.setattr(datasets, "ingest", self)
+        self.active = self.max_active = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, upload: Path, **fields: Any) -> DatasetCard:
         with self.lock:
-            self.inside += 1
-            self.most = max(self.most, self.inside)
+            self.active += 1
+            self.max_active = max(self.max_active, self.active)
         self.entered.release()
         assert self.open.wait(60)
         try:
-            return self.ingest(*args, **kwargs)
+            return ingest(upload, **fields)
         finally:
             with self.lock:
-                self.inside -= 1
+                self.active -= 1
 
 
 @pytest.fixture
 def gated_ingest(monkeypatch: pytest.MonkeyPatch) -> GatedIngest:
-    return GatedIngest(monkeypatch)
+    gated = GatedIngest()
+    monkeypatch.setattr(datasets, "ingest", gated)
+    return gated
 
 
 async def upload(client: httpx.AsyncClient) -> httpx.Response:
     return await client.post("/datasets", files={"file": ("a.jsonl", ROWS)}, data=FORM)
 
 
-def client_of(platform: Any) -> httpx.AsyncClient:
+def async_client(platform: Platform) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(create_app(platform.context()))
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
-def test_validations_over_the_limit_wait(platform: Any, gated_ingest: GatedIngest) -> None:
+@pytest.mark.anyio
+async def test_validations_over_the_limit_wait(
+    platform: Platform, gated_ingest: GatedIngest
+) -> None:
     platform.upload_limiter = UploadLimiter(max_uploads=6, max_validations=2)
-
-    async def six() -> list[httpx.Response]:
-        async with client_of(platform) as client:
-            tasks = [asyncio.create_task(upload(client)) for _ in range(6)]
-            for _ in range(2):
-                assert await asyncio.to_thread(gated_ingest.entered.acquire, timeout=60)
-            gated_ingest.open.set()
-            return await asyncio.gather(*tasks)
-
-    assert [response.status_code for response in asyncio.run(six())] == [201] * 6
-    assert gated_ingest.most == 2
+    async with async_client(platform) as client:
+        tasks = [asyncio.create_task(upload(client)) for _ in range(6)]
+        for _ in range(2):
+            assert await asyncio.to_thread(gated_ingest.entered.acquire, timeout=60)
+        gated_ingest.open.set()
+        responses = await asyncio.gather(*tasks)
+    assert [response.status_code for response in responses] == [201] * 6
+    assert gated_ingest.max_active == 2
 
 
-def test_an_upload_over_the_limit_is_rejected_with_retry_after(
-    platform: Any, gated_ingest: GatedIngest
+@pytest.mark.anyio
+async def test_an_upload_over_the_limit_is_rejected_with_retry_after(
+    platform: Platform, gated_ingest: GatedIngest
 ) -> None:
     platform.upload_limiter = UploadLimiter(max_uploads=1, max_validations=1)
-
-    async def three() -> list[httpx.Response]:
-        async with client_of(platform) as client:
-            first = asyncio.create_task(upload(client))
-            assert await asyncio.to_thread(gated_ingest.entered.acquire, timeout=60)
-            second = await upload(client)
-            gated_ingest.open.set()
-            return [await first, second, await upload(client)]
-
-    first, second, third = asyncio.run(three())
+    async with async_client(platform) as client:
+        first_upload = asyncio.create_task(upload(client))
+        assert await asyncio.to_thread(gated_ingest.entered.acquire, timeout=60)
+        second = await upload(client)
+        gated_ingest.open.set()
+        first, third = await first_upload, await upload(client)
     assert (first.status_code, second.status_code, third.status_code) == (201, 429, 201)
     assert second.headers["retry-after"] == "5"
     assert second.json()["type"] == "urn:stillhouse:problem:overloaded"
 
 
-def test_failed_uploads_release_their_slot(platform: Any) -> None:
+@pytest.mark.anyio
+async def test_failed_uploads_release_their_slot(platform: Platform) -> None:
     platform.upload_limiter = UploadLimiter(max_uploads=1, max_validations=1)
-
-    async def several() -> list[int]:
-        async with client_of(platform) as client:
-            broken = [
-                {"files": {"file": ("a.jsonl", b"{")}, "data": FORM},
-                {"files": {"file": ("a.jsonl", ROWS)}, "data": {"heads": "["}},
-                {"content": b"--b\r\nbroken", "headers": {"content-type": "multipart/form-data"}},
-                {"json": {}},
-            ]
-            found = [(await client.post("/datasets", **body)).status_code for body in broken]
-            return [*found, (await upload(client)).status_code]
-
-    assert asyncio.run(several()) == [422, 422, 400, 422, 201]
+    broken: list[dict[str, Any]] = [
+        {"files": {"file": ("a.jsonl", b"{")}, "data": FORM},
+        {"files": {"file": ("a.jsonl", ROWS)}, "data": {"heads": "["}},
+        {"content": b"--b\r\nbroken", "headers": {"content-type": "multipart/form-data"}},
+        {"json": {}},
+    ]
+    async with async_client(platform) as client:
+        found = [(await client.post("/datasets", **body)).status_code for body in broken]
+        found.append((await upload(client)).status_code)
+    assert found == [422, 422, 400, 422, 201]

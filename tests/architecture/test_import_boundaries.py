@@ -1,4 +1,4 @@
-"""The walls of the house: who imports whom, and what each process never loads."""
+"""Import boundaries: the layer contracts, and what each process never loads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 # What a process of each kind must not load, directly or through others.
 TORCH = {"torch", "transformers", "accelerate", "safetensors"}
 DATABASE = {"sqlalchemy", "psycopg", "alembic", "celery", "kombu", "redis"}
-# The most a process may hold, in MiB, once its code is imported: what was measured (Python 3.11,
-# x86-64) and half as much again. torch alone adds 250.
+# Maximum memory of a process in MiB once its code is imported: 1.5 times what was measured (Python
+# 3.11, x86-64). torch alone adds 250.
 SUPERVISORS = {
-    "services.api.app": 180,  # 121 measured, pyarrow among it
+    "services.api.app": 180,  # 121 measured, including pyarrow
     "services.trainer.worker": 110,  # 73
     "services.distiller.worker": 110,
     "services.shared.jobs.db.store": 90,  # 57
@@ -30,8 +30,8 @@ RANKS = [
     "services.distiller.main",
     "services.shared.training.selfcheck.checks",
 ]
-# VmHWM: ru_maxrss would be the peak of the process that started this one.
-_LOOK = (
+# VmHWM, because ru_maxrss is inherited from the parent process.
+_PROBE = (
     "import importlib, json, re, sys; importlib.import_module(sys.argv[1]);"
     " peak = re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read()).group(1);"
     " print(json.dumps([sorted({name.partition('.')[0] for name in sys.modules}),"
@@ -42,7 +42,11 @@ _LOOK = (
 def _loaded(module: str) -> tuple[set[str], int]:
     """Return the top-level packages that importing `module` loads, and the process's peak in MiB."""
     done = subprocess.run(
-        [sys.executable, "-c", _LOOK, module], capture_output=True, text=True, check=False, cwd=ROOT
+        [sys.executable, "-c", _PROBE, module],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     names, peak_mib = json.loads(done.stdout)
@@ -73,7 +77,7 @@ def test_the_command_line_loads_no_server_packages() -> None:
 
 
 def test_memory_needs_only_the_standard_library() -> None:
-    """No site-packages at all: -S leaves them out, -I whatever the environment adds."""
+    """Without site-packages (-S) and without anything from the environment (-I)."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted((ROOT / "services/shared/memory").rglob("[a-z]*.py"))

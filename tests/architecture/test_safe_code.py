@@ -1,4 +1,4 @@
-"""What no line of ours may do: unpickle, run code of a checkpoint, take a version as it comes."""
+"""Our code never unpickles, runs checkpoint code, builds SQL from strings or installs unpinned versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def calls(path: Path) -> Iterator[ast.Call]:
 
 
 def keywords(call: ast.Call) -> dict[str | None, object]:
-    found = {}
+    found: dict[str | None, object] = {}
     for keyword in call.keywords:
         value = keyword.value
         found[keyword.arg] = value.value if isinstance(value, ast.Constant) else ast.unparse(value)
@@ -29,7 +29,7 @@ def keywords(call: ast.Call) -> dict[str | None, object]:
 
 
 def loaders() -> list[tuple[str, str, dict[str | None, object]]]:
-    """Every call of something like `AutoModel.from_pretrained`: where, what, with which keywords."""
+    """Return location, callee and keywords of every call like `AutoModel.from_pretrained`."""
     return [
         (f"{path.relative_to(ROOT)}:{call.lineno}", ast.unparse(call.func), keywords(call))
         for path in OURS
@@ -40,7 +40,7 @@ def loaders() -> list[tuple[str, str, dict[str | None, object]]]:
 
 
 def test_checkpoint_code_is_never_run() -> None:
-    """transformers loads a checkpoint's own Python files only for `trust_remote_code`."""
+    """transformers runs Python files of a checkpoint only with `trust_remote_code`."""
     found = loaders()
     assert len(found) >= 4
     for where, what, given in found:
@@ -84,7 +84,7 @@ def _unpickles(node: ast.AST) -> bool:
 
 
 def test_the_unpickling_check_detects_each_form() -> None:
-    """The test above could otherwise pass for want of sight."""
+    """Otherwise the test above could pass by detecting nothing."""
     for line in (
         "import pickle",
         "from joblib import load",
@@ -96,7 +96,7 @@ def test_the_unpickling_check_detects_each_form() -> None:
 
 
 def test_sql_is_never_built_from_strings() -> None:
-    """ruff's S608 looks for SQL in strings; this one at what SQLAlchemy is handed as text."""
+    """ruff's S608 looks for SQL in strings; this test checks what SQLAlchemy receives as text."""
     for path in OURS:
         for call in calls(path):
             if ast.unparse(call.func) in ("text", "sqlalchemy.text", "sa.text", "op.execute"):
@@ -111,9 +111,9 @@ PINS = ["constraints.txt", "constraints.compat.txt", "tests/fuzz/requirements.tx
 @pytest.mark.parametrize("name", PINS)
 def test_every_version_is_pinned(name: str) -> None:
     lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
-    wanted = [line for line in lines if line]
-    assert wanted
-    for line in wanted:
+    requirements = [line for line in lines if line]
+    assert requirements
+    for line in requirements:
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+_-]+( *;.*)?", line), line
 
 

@@ -1,4 +1,4 @@
-"""Postgres, Valkey and the API as processes of one program, without workers: jobs are stored, never run."""
+"""Starts Postgres, Valkey and the API without workers: jobs are stored but never run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 
@@ -27,7 +28,7 @@ _START_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class ApiAlone:
-    """A running API over real servers, and the one key that it knows."""
+    """A running API with real servers, and its only key."""
 
     url: str
     key: str
@@ -43,9 +44,9 @@ class ApiAlone:
 
 @contextmanager
 def api_alone(directory: Path, **settings: str) -> Iterator[ApiAlone]:
-    """Run the API on a free port, with everything below `directory`; `settings` go to STILLHOUSE_*.
+    """Run the API on a free port with all its data below `directory`; `settings` become STILLHOUSE_*.
 
-    Raises RuntimeError with the end of its log where it does not start.
+    Raises RuntimeError with the tail of its log if it does not start.
     """
     directory.mkdir(parents=True)
     key = secrets.token_hex(32)
@@ -70,7 +71,7 @@ def api_alone(directory: Path, **settings: str) -> Iterator[ApiAlone]:
             with log.open("wb") as output, _started(environment, output) as process:
                 url = f"http://127.0.0.1:{port}"
                 _until_ready(url, process, log)
-                yield ApiAlone(url, key, ApiSettings(**environment), process.pid, log)
+                yield ApiAlone(url, key, ApiSettings.model_validate(environment), process.pid, log)
         finally:
             valkey.stop()
     finally:
@@ -78,7 +79,7 @@ def api_alone(directory: Path, **settings: str) -> Iterator[ApiAlone]:
 
 
 @contextmanager
-def _started(settings: dict[str, str], output: object) -> Iterator[subprocess.Popen[bytes]]:
+def _started(settings: dict[str, str], output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("STILLHOUSE_")}
     own = {f"STILLHOUSE_{name.upper()}": value for name, value in settings.items()}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What schemathesis loads of ours (SCHEMATHESIS_HOOKS): a check, and requests that can succeed."""
+"""The entry point of our schemathesis extensions (SCHEMATHESIS_HOOKS)."""
 
 from __future__ import annotations
 

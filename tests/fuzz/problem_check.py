@@ -1,7 +1,7 @@
-"""Checks for schemathesis, loaded by hooks.py: every error is a problem document of a kind that we know.
+"""Checks for schemathesis, loaded by hooks.py: every error is a problem document of a known type.
 
-Runs in the environment of tests/fuzz/requirements.txt, which has nothing of ours: the known kinds come
-from the environment as JSON, slug to status.
+Runs in the environment of tests/fuzz/requirements.txt, without our code: the known types come from an
+environment variable as JSON, slug to status.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAFE = {
 }
 
 
-@schemathesis.check
+@schemathesis.check  # type: ignore[untyped-decorator]
 def every_error_is_a_problem_document(ctx: Any, response: Any, case: Any) -> None:
     if response.status_code < 400:
         return
@@ -40,7 +40,7 @@ def every_error_is_a_problem_document(ctx: Any, response: Any, case: Any) -> Non
         assert int(response.headers["retry-after"][0]) >= 1
 
 
-@schemathesis.check
+@schemathesis.check  # type: ignore[untyped-decorator]
 def every_answer_has_safe_headers(ctx: Any, response: Any, case: Any) -> None:
     for name, value in SAFE.items():
         assert response.headers.get(name) == [value], f"{name}: {response.headers.get(name)}"

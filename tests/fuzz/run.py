@@ -1,9 +1,9 @@
-"""Schemathesis over the whole API, against the real thing: `make fuzz`.
+"""Runs schemathesis against a real API with all its routes: `make fuzz`.
 
     python -m tests.fuzz.run SCHEMATHESIS [--examples N] [--seed N] [--directory DIR]
 
-SCHEMATHESIS is its program, in an environment of its own. The counts come from the API's own metrics.
-Ends with 1 where a check failed, an answer was a 5xx that is no 503, or requests were too few.
+SCHEMATHESIS is its executable, in a separate environment. Counts come from the API's own metrics.
+Exits with 1 if a check failed, a response was a 5xx other than 503, or there were too few requests.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tests.fuzz.seed import Seeds, seed
 HERE = Path(__file__).parent
 FEWEST_REQUESTS = 5000
 SETTINGS = {
-    # The fuzzer is one key that asks as fast as it can, and tries wrong ones too.
+    # The fuzzer sends requests with one key as fast as it can, and invalid keys too.
     "requests_per_second": "0",
     "predict_per_second": "0",
     "wrong_keys_per_minute": "0",
-    # A stream of a job that nobody runs would have no end.
+    # The event stream of a job that never runs would not end.
     "event_stream_seconds": "0.1",
     "event_poll_seconds": "0.05",
     "upload_limit_bytes": str(2**20),
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 class Answer(NamedTuple):
-    """What the API counts requests by."""
+    """The labels of the request counter."""
 
     method: str
     route: str
@@ -46,11 +46,11 @@ class Answer(NamedTuple):
 
 
 def main() -> None:
-    """Start, fill, fuzz, count, stop."""
+    """Start a platform, seed and fuzz it, and report the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("schemathesis", type=Path)
-    parser.add_argument("--examples", type=int, default=100, help="Of each operation and phase.")
-    parser.add_argument("--seed", type=int, help="Repeats a run; random if left out.")
+    parser.add_argument("--examples", type=int, default=100, help="Per operation and phase.")
+    parser.add_argument("--seed", type=int, help="Repeats a run; random by default.")
     parser.add_argument("--directory", type=Path, default=Path(".stillhouse/fuzz/platform"))
     options = parser.parse_args()
     shutil.rmtree(options.directory, ignore_errors=True)
@@ -102,7 +102,7 @@ def fuzz(api: ApiAlone, seeds: Seeds, options: argparse.Namespace) -> int:
         "FUZZ_DATASET_ID": seeds.dataset_id,
         "FUZZ_PROBLEM_KINDS": json.dumps(kinds),
     }
-    # Its notes for `st replay` stay in the working directory.
+    # schemathesis leaves its files for `st replay` in the working directory.
     return subprocess.run(command, env=env, cwd=directory, check=False).returncode
 
 
@@ -117,7 +117,7 @@ def _dictionaries(seeds: Seeds) -> str:
 
 
 def answers(api: ApiAlone) -> Counter[Answer]:
-    """Return how many requests the API says it has answered, by method, route and status."""
+    """Return the request counts of the API's metrics by method, route and status."""
     with api.client() as client:
         text = client.get("/metrics").text
     line = r'^stillhouse_http_requests_total\{method="(.*?)",route="(.*?)",status="(.*?)"\} (\S+)$'

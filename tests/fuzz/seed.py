@@ -1,4 +1,4 @@
-"""What a platform holds before it is fuzzed: a dataset, jobs that have ended and wait, a student that serves."""
+"""Seeds a platform before fuzzing: a dataset, jobs in several states, a serving student."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SERVES_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Seeds:
-    """Ids that requests may hit upon."""
+    """Ids that requests may use."""
 
     dataset_id: str
     job_ids: list[str]

@@ -1,4 +1,4 @@
-"""A model that can be planned; imported by the platform's environment and by schemathesis's own."""
+"""A model that can be planned. Imported by both environments: the platform's and schemathesis's."""
 
 SMALL_MODEL = {
     "config": {

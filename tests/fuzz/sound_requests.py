@@ -1,9 +1,9 @@
-"""Hooks of schemathesis that give a third of the valid requests what a schema cannot say.
+"""Schemathesis hooks that make a third of the valid requests succeed, beyond what a schema can express.
 
-No random body names a dataset that exists and a model that can be planned: without help no job would be
-stored, and what follows a stored job would never be asked. Bodies made to be wrong are left alone. (So are
-uploads: schemathesis takes a file that it has not made itself for a violation of the schema.) The id comes
-from the environment (FUZZ_DATASET_ID); the choice is by the body's hash, so that a seed repeats a run.
+No random body names an existing dataset and a model that can be planned, so without this no job would be
+stored, and the routes of stored jobs would never be reached. Intentionally invalid bodies stay unchanged. (So
+do uploads: schemathesis reports a file that it has not generated as a schema violation.) The dataset id comes
+from FUZZ_DATASET_ID; the choice depends on the body's hash, so that a seed reproduces a run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DATASET_ID = os.environ["FUZZ_DATASET_ID"]
 SHARE = 3
 
 
-@schemathesis.hook
+@schemathesis.hook  # type: ignore[untyped-decorator]
 def before_call(ctx: Any, case: Any, **kwargs: Any) -> None:
     if case.method.upper() != "POST" or not isinstance(case.body, dict) or not _is_valid(case):
         return
@@ -49,7 +49,7 @@ def _job(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settled(job: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """Return a job on the dataset that is there, on a machine that any recipe suits."""
+    """Return the job with the existing dataset, without what could make it invalid or too large."""
     kept = _without(job, "heads", "resources", "recipe", "training")
     return kept | {"dataset_id": DATASET_ID, **fields}
 

@@ -33,7 +33,7 @@ from services.shared.launch.oom_counter import OomCounters
 from services.shared.launch.task import run_job
 from services.shared.memory.recipe import Engine
 from services.shared.training.sharding.shard import default_engine
-from tests.api.conftest import FakePredictor
+from tests.api.fakes import FakePredictor
 from tests.conftest import make_cgroup, remove_cgroup
 
 HERE = Path(__file__).parent

@@ -38,6 +38,11 @@ class RateLimiter:
         self._most_callers = max_callers
         self._full_at: dict[str, float] = {}
 
+    @property
+    def num_callers(self) -> int:
+        """The number of callers with a bucket that was not full when last used."""
+        return len(self._full_at)
+
     def try_acquire(self, caller: str) -> float:
         """Take a token of `caller` and return 0, or return the seconds until the next one."""
         if not self._interval:
