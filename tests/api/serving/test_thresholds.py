@@ -23,7 +23,8 @@ from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.metrics import predict
 from services.shared.model.tokens import load_tokenizer
-from tests.api.conftest import FakePredictor, Platform
+from tests.api.fakes import FakePredictor
+from tests.api.harness import Platform
 from tests.api.serving.artifacts import NewArtifact
 
 SETTINGS = ServingSettings(lanes=1, threads=1, batch_tokens=64, dtype=ServingDtype.FLOAT32)
