@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
@@ -25,6 +25,22 @@ _SHARDED = {
     "na": Sharded.UNKNOWN,
     "not_reached": Sharded.UNKNOWN,
 }
+
+
+class Expectation(TypedDict):
+    """What is known of a report's failure; `cause` is None where it was never established."""
+
+    firm: bool
+    cause: str | None
+    sharded: str
+
+
+class Report(TypedDict):
+    """A published failure: the case as its reporter gave it, and the known answer."""
+
+    id: str
+    case: dict[str, Any]
+    expect: Expectation
 
 
 @dataclass(frozen=True)
@@ -58,12 +74,12 @@ class Score:
         return self.diagnosis.confidence is Confidence.CERTAIN and not self.cause_is_correct
 
 
-def score(reports: Sequence[Mapping[str, Any]]) -> list[Score]:
+def score(reports: Sequence[Report]) -> list[Score]:
     """Diagnose the case of every report."""
     return [
         Score(
-            name=str(report["id"]),
-            firm=bool(report["expect"]["firm"]),
+            name=report["id"],
+            firm=report["expect"]["firm"],
             known_cause=report["expect"]["cause"],
             known_sharded=_sharded(report["expect"]["sharded"]),
             diagnosis=diagnose(Case.from_dict(report["case"])),

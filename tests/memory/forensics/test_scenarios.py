@@ -25,7 +25,7 @@ class Job(NamedTuple):
     tokens: int
 
 
-# How a job runs, unknown to who reads its message, and the words of the explanation for it.
+# How a job runs, which its message does not say, and a part of the hypothesis that describes it.
 SCENARIOS: dict[str, tuple[dict[str, Any], str]] = {
     "fused": ({"optimizer_impl": "fused"}, "without temporaries"),
     "foreach": ({"optimizer_impl": "foreach"}, "foreach"),

@@ -80,7 +80,7 @@ class Case:
         return cls(**known, ignored=tuple(sorted(ignored)))
 
     @property
-    def words(self) -> str:
+    def free_text(self) -> str:
         """Return all free text except the log, to search for names."""
         texts = (self.model_name, self.sharding_strategy, self.wrap_policy, self.precision)
         return "; ".join(text for text in (*texts, self.device, self.phase) if text)

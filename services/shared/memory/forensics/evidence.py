@@ -117,7 +117,7 @@ class Evidence:
     @property
     def trains_adapters(self) -> bool:
         """Whether only small adapters are trained: the rest has no gradient and no state."""
-        return bool(_ADAPTERS.search(f"{self.case.words} {self.case.optimizer or ''}"))
+        return bool(_ADAPTERS.search(f"{self.case.free_text} {self.case.optimizer or ''}"))
 
     @property
     def shards_parameters(self) -> bool:
@@ -211,7 +211,7 @@ def _shapes(case: Case) -> tuple[Shape, ...]:
     classifier, causal = shape, shape.with_language_head()
     stated = _num_parameters(case)
     if stated is None:
-        if _CLASSIFIER.search(f"{case.words} {case.model.get('architectures', '')}"):
+        if _CLASSIFIER.search(f"{case.free_text} {case.model.get('architectures', '')}"):
             return (classifier,)
         return (causal,) if shape.dims.tied else (causal, classifier)
     nearest = min((causal, classifier), key=lambda s: abs(s.num_parameters - stated))

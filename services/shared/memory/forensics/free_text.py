@@ -66,7 +66,7 @@ _NOT_SHARDED = re.compile(
 
 
 def read_strategy(text: str) -> ShardingSettings:
-    """Read words such as "FSDP1 full_shard auto_wrap" or "DeepSpeed ZeRO-2, offload"."""
+    """Parse text such as "FSDP1 full_shard auto_wrap" or "DeepSpeed ZeRO-2, offload"."""
     low = text.lower()
     return ShardingSettings(
         framework=_framework(low),
@@ -87,7 +87,7 @@ def _framework(low: str) -> Framework | None:
 
 
 def _named_framework(low: str) -> Framework | None:
-    # The first words decide: "none (DDP)", "none active at load", but "FSDP1 (not DDP)".
+    # The beginning decides: "none (DDP)", "none active at load", but "FSDP1 (not DDP)".
     if re.match(r"\s*(?:none|no\b|one gpu|single)", low):
         return Framework.DDP if re.search(r"ddp|multi_gpu|data", low) else Framework.NONE
     # fully sharded data parallel must not read as plain data parallel
@@ -133,7 +133,7 @@ _HALF = r"bf16|bfloat16|fp16|float16|half|2 bytes"
 
 
 def read_precision(text: str) -> PrecisionSettings:
-    """Read words such as "fp32 parameters, fp16 compute" or "GPTQ int4"."""
+    """Parse text such as "fp32 parameters, fp16 compute" or "GPTQ int4"."""
     low = text.lower()
     quantised = re.search(r"int4|nf4|4[\s-]?bit|gptq|awq|qlora", low)
     eight = re.search(r"int8|8[\s-]?bit(?! adam)", low)
@@ -154,7 +154,7 @@ def read_precision(text: str) -> PrecisionSettings:
 
 
 def read_optimizer(text: str) -> tuple[Optimizer | None, OptimizerImpl | None]:
-    """Read words such as "AdamW (foreach default)" or "adamw_torch_fused"."""
+    """Parse text such as "AdamW (foreach default)" or "adamw_torch_fused"."""
     low = text.lower()
     kind = None
     if "adafactor" in low:

@@ -121,7 +121,7 @@ def float32_upcast(evidence: Evidence) -> Hypothesis | None:
     if "float32" in observed and planned not in (None, Precision.FLOAT32):
         text = f"the probe found float32 parameters where {planned} was planned"
         return likely(Cause.FP32_UPCAST, what, text)
-    words = f"{evidence.case.words} {evidence.case.optimizer or ''}".lower()
+    words = f"{evidence.case.free_text} {evidence.case.optimizer or ''}".lower()
     if "upcast" in words or re.search(r"cast\w* (?:\w+ ){0,4}(?:to|into) (?:fp32|float32)", words):
         return likely(Cause.FP32_UPCAST, what, "the case itself mentions an upcast")
     wrapping = evidence.phase is FailurePhase.WRAP and not evidence.precision.full_eval
@@ -188,8 +188,8 @@ def activations(evidence: Evidence) -> Hypothesis | None:
         return likely(Cause.LOGITS_OR_ACTIVATIONS, what, text)
     if mine and not weights and requested >= GIB and evidence.phase is not None:
         text = f"{format_size(requested)} at once, which no weight of the model takes"
-        stands = evidence.phase in (FailurePhase.FORWARD, FailurePhase.BACKWARD)
-        make = likely if stands else possible
+        in_training_step = evidence.phase in (FailurePhase.FORWARD, FailurePhase.BACKWARD)
+        make = likely if in_training_step else possible
         return make(Cause.LOGITS_OR_ACTIVATIONS, what, text, *reasons)
     return None
 

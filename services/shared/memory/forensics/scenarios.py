@@ -136,7 +136,7 @@ def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
         Cause.WRAP_TOO_COARSE,
         {**small, "wrap": Wrap.ROOT},
     )
-    listed = count_listed_devices(case.words)
+    listed = count_listed_devices(case.free_text)
     if listed and listed != evidence.ranks:
         yield Scenario(
             f"sharded over {listed} ranks, the cards that the case lists",
