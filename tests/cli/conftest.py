@@ -1,4 +1,4 @@
-"""A real API over a real database, without workers: what is queued stays queued."""
+"""A real API and database without workers, so that queued jobs stay queued."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.cli.embedded.servers import Server
 def api_url(
     migrated: Server, valkey: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The URL of an API of this module's own."""
+    """The URL of an API that serves this module alone."""
     admin = migrated.url.replace("+psycopg", "").replace("/stillhouse?", "/postgres?")
     name = f"cli_{os.getpid()}_{time.monotonic_ns()}"
     with psycopg.connect(admin, autocommit=True) as connection:
