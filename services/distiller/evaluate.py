@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Head
 from services.shared.model.calibration import Calibration, calibration_error
@@ -88,7 +89,7 @@ def agreement(student: Array, teacher: Array) -> float:
 @torch.no_grad()
 def single_text_seconds(
     classify: Callable[..., Mapping[str, torch.Tensor]],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     *,
     max_length: int,

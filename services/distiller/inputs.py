@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from services.distiller.corpus import Corpus, add_unlabelled, read_corpus
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
@@ -50,7 +50,12 @@ class DistillationData:
 
 
 def read_data(
-    task: RunInput, heads: list[Head], *, student: Any, teacher: Any, teacher_max_length: int
+    task: RunInput,
+    heads: list[Head],
+    *,
+    student: PreTrainedTokenizerBase,
+    teacher: PreTrainedTokenizerBase,
+    teacher_max_length: int,
 ) -> DistillationData:
     """Read all texts and tokenise them with the tokenizers of both models. Raises ValueError."""
     splits = {split: read_corpus(task.dataset_dir, split, heads) for split in Split}

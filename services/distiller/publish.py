@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from services.distiller.evaluate import compare, single_text_seconds
 from services.distiller.inputs import DistillationData
@@ -42,6 +43,29 @@ class TeacherRecord:
     logits: dict[str, Array]  # on the evaluation split
     calibration: dict[str, Calibration]  # by head; empty where no head is multi-label
     single_text_seconds: float | None
+
+
+class ExportedMetrics(TypedDict):
+    """What is measured on the student as exported."""
+
+    single_text_seconds: float | None
+    parameters: int
+
+
+class StudentLineage(TypedDict):
+    """What a student was made from, in the order of the manifest."""
+
+    kind: Literal["distill"]
+    job_id: str
+    attempt: int
+    dataset_id: str
+    dataset_sha256: str
+    unlabelled_dataset_ids: list[str]
+    teacher: dict[str, Any]  # TeacherSource, as the spec gave it
+    teacher_manifest_sha256: str | None  # None for a plain Hugging Face classifier
+    student: dict[str, Any]  # ModelSource, as the spec gave it
+    seed: int
+    steps: int
 
 
 def record_teacher(
@@ -122,7 +146,7 @@ def publish(
     world: World,
     state: LoopState,
     *,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     steps_per_epoch: int,
     signals: str,
 ) -> Report:
@@ -154,17 +178,12 @@ def publish(
         details=_details(data, state, steps_per_epoch) | {"signals": signals},
     )
     if world.is_first:
-        written = _read_back(staging_dir, data, world.device)
-        check_golden(staging_dir, written, tokenizer)
+        exported = _load_exported(staging_dir, data, world.device)
+        check_golden(staging_dir, exported, tokenizer)
         if evaluation:
-            evaluation["single_text_seconds"] = single_text_seconds(
-                written,
-                tokenizer,
-                data.evaluation.corpus.rows.texts,
-                max_length=training.max_length,
-                device=world.device,
+            evaluation |= _exported_metrics(
+                exported, tokenizer, data, max_length=training.max_length, device=world.device
             )
-            evaluation["parameters"] = sum(p.numel() for p in written.parameters())
         sealed = seal_artifact(
             staging_dir,
             heads=data.heads,
@@ -206,16 +225,36 @@ def _arrays(signals: Signals) -> dict[str, Array]:
     return {name: values.numpy() for name, values in signals.logits().items()}
 
 
-def _read_back(staging_dir: Path, data: DistillationData, device: torch.device) -> Classifier:
+def _load_exported(directory: Path, data: DistillationData, device: torch.device) -> Classifier:
     """Return the student as loaded from its exported files."""
-    classifier = wrap_backbone(load_backbone(staging_dir), data.heads)
-    set_heads(classifier, read_heads(staging_dir, data.heads))
+    classifier = wrap_backbone(load_backbone(directory), data.heads)
+    set_heads(classifier, read_heads(directory, data.heads))
     return classifier.to(device).eval()
+
+
+def _exported_metrics(
+    exported: Classifier,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DistillationData,
+    *,
+    max_length: int,
+    device: torch.device,
+) -> ExportedMetrics:
+    return {
+        "single_text_seconds": single_text_seconds(
+            exported,
+            tokenizer,
+            data.evaluation.corpus.rows.texts,
+            max_length=max_length,
+            device=device,
+        ),
+        "parameters": sum(p.numel() for p in exported.parameters()),
+    }
 
 
 def _lineage(
     task: RunInput, data: DistillationData, teacher: TeacherFiles, state: LoopState
-) -> dict[str, Any]:
+) -> StudentLineage:
     assert isinstance(task.spec, DistillSpec)
     manifest = teacher.directory / MANIFEST
     return {

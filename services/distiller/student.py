@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from services.distiller.teacher import TeacherFiles
 from services.shared.jobs.artifact_layout import HEADS_FILE
@@ -32,7 +31,7 @@ class StudentInit:
     """A student's configuration and tokenizer, and the source of its initial weights."""
 
     config: PretrainedConfig
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     directory: Path | None  # None: drawn from the seed
     layers: list[int] | None = None  # layers of the teacher to take, in order; None: all
 
@@ -66,7 +65,9 @@ def plan_student(
     return init
 
 
-def teacher_tokenizer(spec: DistillSpec, init: StudentInit, files: TeacherFiles) -> Any:
+def teacher_tokenizer(
+    spec: DistillSpec, init: StudentInit, files: TeacherFiles
+) -> PreTrainedTokenizerBase:
     """Return the teacher's tokenizer: the same object as the student's where they share it."""
     if spec.student.tokenizer == "teacher":
         return init.tokenizer
@@ -101,7 +102,9 @@ def kept_layers(count: int, every: int) -> list[int]:
     return list(range(count - 1, -1, -every))[::-1]
 
 
-def _from_teacher_layers(teacher: TeacherFiles, tokenizer: Any, *, every: int) -> StudentInit:
+def _from_teacher_layers(
+    teacher: TeacherFiles, tokenizer: PreTrainedTokenizerBase, *, every: int
+) -> StudentInit:
     if not teacher.has_linear_heads:
         raise RunFailed(
             Reason.BAD_SPEC,
@@ -144,7 +147,9 @@ def _teacher_heads(student: Sharded, teacher: TeacherFiles) -> dict[str, Tensor]
     }
 
 
-def _tokenizer(run: RunDirectory, task: RunInput, teacher: TeacherFiles, world: World) -> Any:
+def _tokenizer(
+    run: RunDirectory, task: RunInput, teacher: TeacherFiles, world: World
+) -> PreTrainedTokenizerBase:
     assert isinstance(task.spec, DistillSpec)
     source = task.spec.student.tokenizer
     if isinstance(source, TrainedTokenizer):

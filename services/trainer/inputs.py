@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import DatasetCard, Head, Split
 from services.shared.datasets.ingest import read_card
@@ -25,7 +24,7 @@ class TrainingData:
 
     card: DatasetCard
     heads: list[Head]
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     train: TokenisedSplit
     validation: TokenisedSplit
     test: TokenisedSplit
@@ -55,7 +54,7 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
     return TrainingData(card, heads, tokenizer, train, validation, test)
 
 
-def backbone_config(task: RunInput, tokenizer: Any) -> PretrainedConfig:
+def backbone_config(task: RunInput, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Return the backbone's configuration. Raises RunFailed where it does not suit tokenizer and texts."""
     assert isinstance(task.spec, TeacherSpec)
     if task.model_dir is not None:
@@ -85,7 +84,7 @@ def check_budget(data: TrainingData, budget_tokens: int) -> None:
             plan_evaluation(split.lengths, budget_tokens=budget_tokens, ranks=1)
 
 
-def _tokenizer(run: RunDirectory, task: RunInput, world: World) -> Any:
+def _tokenizer(run: RunDirectory, task: RunInput, world: World) -> PreTrainedTokenizerBase:
     assert isinstance(task.spec, TeacherSpec)
     source = task.spec.model.tokenizer
     if isinstance(source, TrainedTokenizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from services.shared.datasets.card import Split
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
@@ -16,6 +16,19 @@ from services.shared.training.process import World
 from services.shared.training.sharding.export import export_unsealed, put_in_place
 from services.shared.training.sharding.shard import Sharded
 from services.trainer.inputs import TrainingData
+
+
+class TeacherLineage(TypedDict):
+    """What a teacher was made from, in the order of the manifest."""
+
+    kind: Literal["teacher"]
+    job_id: str
+    attempt: int
+    dataset_id: str
+    dataset_sha256: str
+    model: dict[str, Any]  # ModelSource, as the spec gave it
+    seed: int
+    steps: int
 
 
 def publish(
@@ -99,7 +112,7 @@ def _details(data: TrainingData, state: LoopState, steps_per_epoch: int) -> dict
     }
 
 
-def _lineage(task: RunInput, data: TrainingData, state: LoopState) -> dict[str, Any]:
+def _lineage(task: RunInput, data: TrainingData, state: LoopState) -> TeacherLineage:
     assert isinstance(task.spec, TeacherSpec)
     return {
         "kind": "teacher",

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from services.distiller.evaluate import agreement, compare, single_text_seconds
 from services.shared.datasets.card import Head, HeadType
@@ -79,12 +82,14 @@ def test_the_latency_is_that_of_single_texts() -> None:
         shapes.append(tuple(ids.shape))
         return {"mood": torch.zeros(len(ids), 2)}
 
+    tokenizer = cast("PreTrainedTokenizerBase", Words())
     texts = ["one", "two words", "three more words"]
     seconds = single_text_seconds(
-        classify, Words(), texts, max_length=8, device=torch.device("cpu")
+        classify, tokenizer, texts, max_length=8, device=torch.device("cpu")
     )
     assert seconds is not None
     assert shapes == [(1, 1), (1, 1), (1, 1), (1, 1), (1, 2), (1, 3)]
     assert (
-        single_text_seconds(classify, Words(), [], max_length=8, device=torch.device("cpu")) is None
+        single_text_seconds(classify, tokenizer, [], max_length=8, device=torch.device("cpu"))
+        is None
     )

@@ -270,7 +270,8 @@ class Scenario:
 
     def job(self, job_id: str) -> dict[str, Any]:
         """Return a job, retrying where a restart cut the connection."""
-        return self._retrying(lambda: self.client.get(f"/jobs/{job_id}"))
+        job: dict[str, Any] = self._retrying(lambda: self.client.get(f"/jobs/{job_id}"))
+        return job
 
     def _retrying(self, request: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + 60

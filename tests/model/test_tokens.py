@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.ingest import read_card
@@ -174,7 +176,10 @@ def test_an_empty_text_becomes_one_padding_token() -> None:
         def __call__(self, texts: list[str], **_options: object) -> dict[str, list[list[int]]]:
             return {"input_ids": [[] for _ in texts]}
 
-    assert encode([""], Wordless(), max_length=8) == ([[3]], [False])
+    assert encode([""], cast("PreTrainedTokenizerBase", Wordless()), max_length=8) == (
+        [[3]],
+        [False],
+    )
 
 
 def test_unknown_heads_are_refused_with_the_known_ones(dataset_dir: Path) -> None:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from services.shared.datasets.card import Head
@@ -269,7 +269,11 @@ def seal_artifact(
 
 @torch.no_grad()
 def record_golden(
-    classifier: torch.nn.Module, tokenizer: Any, texts: Sequence[str], *, max_length: int | None
+    classifier: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    max_length: int | None,
 ) -> Golden:
     """Return a few texts with their logits, run one by one on the classifier's device.
 
@@ -292,7 +296,9 @@ def save_golden(directory: Path, golden: Golden) -> None:
     write_json(directory / GOLDEN, golden)
 
 
-def check_golden(directory: Path, classifier: Classifier, tokenizer: Any) -> float | None:
+def check_golden(
+    directory: Path, classifier: Classifier, tokenizer: PreTrainedTokenizerBase
+) -> float | None:
     """Return the largest relative difference from the recorded logits; None where none are recorded.
 
     Raises InvalidArtifact where it exceeds GOLDEN_TOLERANCE.

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.model.metrics import MISSING
@@ -86,7 +86,7 @@ class Batch:
         )
 
 
-def load_tokenizer(directory: Path | str) -> Any:
+def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a local directory, with a padding token, padding on the right.
 
     Raises ValueError where there is none, or where it needs custom code.
@@ -107,7 +107,9 @@ def load_tokenizer(directory: Path | str) -> Any:
     return tokenizer
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: Path) -> Any:
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, directory: Path
+) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE tokenizer, write it to `directory` and return it.
 
     Every text becomes `<s> text </s>`: an encoder is pooled at the first token, a decoder at the last.
@@ -170,7 +172,7 @@ def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
     return Rows(texts=table.column("text").to_pylist(), lines=lines, labels=labels)
 
 
-def tokenise(rows: Rows, tokenizer: Any, *, max_length: int) -> TokenisedSplit:
+def tokenise(rows: Rows, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> TokenisedSplit:
     """Tokenise texts to at most `max_length` tokens each, special tokens kept."""
     tokens, truncated = encode(rows.texts, tokenizer, max_length=max_length)
     lengths = np.fromiter((len(ids) for ids in tokens), dtype=np.int64, count=len(tokens))
@@ -180,14 +182,19 @@ def tokenise(rows: Rows, tokenizer: Any, *, max_length: int) -> TokenisedSplit:
 
 
 def read_split(
-    dataset_dir: Path, split: Split, heads: Sequence[Head], *, tokenizer: Any, max_length: int
+    dataset_dir: Path,
+    split: Split,
+    heads: Sequence[Head],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
 ) -> TokenisedSplit:
     """Read and tokenise one split of a stored dataset."""
     return tokenise(read_rows(dataset_dir, split, heads), tokenizer, max_length=max_length)
 
 
 def encode(
-    texts: Sequence[str], tokenizer: Any, *, max_length: int | None
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
 ) -> tuple[list[list[int]], list[bool]]:
     """Return the token ids of each text, and whether it was truncated to `max_length`.
 

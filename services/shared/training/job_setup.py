@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Head, Split
 from services.shared.jobs.run_directory import RunDirectory, RunInput
@@ -44,7 +43,7 @@ def inference_recipe(recipe: Recipe) -> Recipe:
 
 def trained_tokenizer(
     run: RunDirectory, task: RunInput, wanted: TrainedTokenizer, world: World
-) -> Any:
+) -> PreTrainedTokenizerBase:
     """Return a tokenizer that rank 0 trains on the training texts."""
     directory = run.path / "tokenizer"
     if world.is_first:
