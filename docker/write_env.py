@@ -26,8 +26,8 @@ def main(root: Path) -> None:
     """Complete root/.env and print a summary."""
     env_file = root / ".env"
     known = read(env_file)
-    wanted = {**passwords(), **paths(root), **memory(), **devices()}
-    added = {name: value for name, value in wanted.items() if name not in known}
+    detected = {**passwords(), **paths(root), **memory(), **devices()}
+    added = {name: value for name, value in detected.items() if name not in known}
     append(env_file, added)
     known.update(added)
     models = Path(known["MODELS_DIR"])

@@ -75,7 +75,7 @@ def record_teacher(
     data: DistillationData,
     world: World,
 ) -> TeacherRecord:
-    """Return what the report says of the teacher; its latency includes sharding where it is sharded.
+    """Return what the report contains of the teacher; its latency includes sharding where it is sharded.
 
     `validation` is given, complete, where thresholds are to be fitted on it.
     """
@@ -209,7 +209,7 @@ def publish(
 
 
 def _details(data: DistillationData, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
-    """Return what the report says besides the evaluation."""
+    """Return the `details` of the report."""
     return state.details(steps_per_epoch) | {
         "training_texts": len(data.train.corpus),
         "unlabelled_texts": data.num_unlabelled,

@@ -182,7 +182,7 @@ class Signals:
 
 
 def signal_mode(distillation: Distillation, *, hidden: bool) -> str:
-    """Return when the teacher runs; hidden states are cached only where the spec asks for it."""
+    """Return when the teacher runs; hidden states are cached only where the spec requests it."""
     return "online" if hidden and not distillation.cache_hidden else distillation.signals
 
 

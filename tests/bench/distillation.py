@@ -267,7 +267,7 @@ def table(
     seconds = first["single_text_seconds"], first["teacher"]["single_text_seconds"]
     lines += [
         "",
-        f"The student has {first['parameters'] / 1e6:.2f} M parameters and answers a single text in "
+        f"The student has {first['parameters'] / 1e6:.2f} M parameters and classifies a single text in "
         f"{seconds[0] * 1e3:.1f} ms (teacher: {seconds[1] * 1e3:.1f} ms).",
     ]
     return "\n".join(lines)

@@ -112,8 +112,8 @@ def sentence(found: dict[str, Any], options: argparse.Namespace) -> str:
     online, cached = (found["seconds"][arm] for arm in ARMS)
     return (
         f"With a teacher of {found['parameter_ratio']:.1f} times the student's parameters, an epoch of "
-        f"{found['texts']} texts took {median(online):.1f} s when the teacher was asked about every "
-        f"batch ({_listed(online)}) and {median(cached):.1f} s with kept answers ({_listed(cached)}): "
+        f"{found['texts']} texts took {median(online):.1f} s when the teacher ran on every "
+        f"batch ({_listed(online)}) and {median(cached):.1f} s with cached outputs ({_listed(cached)}): "
         f"**{found['ratio']:.1f} times faster**, medians of {options.rounds} epochs each, by turns in "
         f"one run on {options.ranks} {'rank' if options.ranks == 1 else 'ranks'}. {machine_words()}"
     )

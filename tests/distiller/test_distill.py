@@ -144,10 +144,10 @@ def test_thresholds_fitted_on_validation_are_used_on_test_and_stored(
         with torch.no_grad():
             logits.append(classifier(torch.tensor(texts.tokens(row)[None]).long())["topics"])
     head = artifact.heads[1]
-    answered = predict(
+    predicted = predict(
         head, torch.cat(logits).numpy(), artifact.calibration["topics"].logit_thresholds(head)
     )
-    found = head_metrics(head, predicted=answered, labels=rows.labels["topics"])
+    found = head_metrics(head, predicted=predicted, labels=rows.labels["topics"])
     assert found.macro_f1 == pytest.approx(evaluation["heads"]["topics"]["macro_f1"])
 
 

@@ -106,16 +106,16 @@ def _split_into_micro_batches(
     """Split a batch into as few micro-batches as the budget allows, as even as possible in cost."""
     order = batch[np.argsort(-sizes[batch], kind="stable")]
     per_rank = -(-len(_fill(order, sizes, budget_tokens)) // ranks)
-    wanted = per_rank * ranks
+    num_parts = per_rank * ranks
     low, high = int(sizes[order].max()), budget_tokens
-    while low < high:  # the smallest budget that still needs no more than the wanted number
+    while low < high:  # the smallest budget that needs no more than num_parts micro-batches
         middle = (low + high) // 2
-        if len(_fill(order, sizes, middle)) <= wanted:
+        if len(_fill(order, sizes, middle)) <= num_parts:
             high = middle
         else:
             low = middle + 1
     parts = _fill(order, sizes, low)
-    parts += [()] * (wanted - len(parts))
+    parts += [()] * (num_parts - len(parts))
     # Neighbours cost about the same and run concurrently on different ranks.
     return Step(tuple(tuple(parts[rank::ranks]) for rank in range(ranks)))
 

@@ -1,7 +1,7 @@
 """Calibration of a head: a temperature for its probabilities, and thresholds for its predictions.
 
 Legend: N texts, C classes. Temperature scaling: Guo et al. 2017, "On Calibration of Modern Neural
-Networks"; the expected calibration error is theirs too (section 2, equation 3).
+Networks"; they also define the expected calibration error (section 2, equation 3).
 """
 
 from __future__ import annotations

@@ -255,11 +255,11 @@ def transformer_layers(classifier: nn.Module) -> list[nn.Module]:
     Raises ValueError where no list of `num_hidden_layers` modules is found.
     """
     backbone: Any = classifier.backbone if isinstance(classifier, Classifier) else classifier
-    wanted = backbone.config.num_hidden_layers
+    num_layers = backbone.config.num_hidden_layers
     for module in backbone.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
-    raise ValueError(f"{type(backbone).__name__} has no list of {wanted} layers to shard")
+    raise ValueError(f"{type(backbone).__name__} has no list of {num_layers} layers to shard")
 
 
 def embedding(classifier: Classifier) -> nn.Module:

@@ -253,12 +253,12 @@ def _labels(column: pa.ChunkedArray, head: Head) -> Array:
     if head.type is HeadType.SINGLE_LABEL:
         filled: Array = column.fill_null(MISSING).to_numpy().astype(np.int32)
         return filled
-    answers = np.zeros((len(column), len(head.labels)), dtype=np.float32)
+    values = np.zeros((len(column), len(head.labels)), dtype=np.float32)
     for row, indices in enumerate(column.to_pylist()):
-        answers[row, :] = np.nan if indices is None else 0.0
+        values[row, :] = np.nan if indices is None else 0.0
         if indices:
-            answers[row, indices] = 1.0
-    return answers
+            values[row, indices] = 1.0
+    return values
 
 
 def _no_labels(head: Head, size: int) -> Array:
