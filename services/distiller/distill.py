@@ -38,6 +38,7 @@ from services.shared.training.process import (
     seed_step,
 )
 from services.shared.training.progress import Progress
+from services.shared.training.schedule import plan_schedule
 
 PROGRESS_INTERVAL_SECONDS = 2.0  # how often a worker reads the progress
 
@@ -113,14 +114,12 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             record = record_teacher(teacher, evaluation, validation, data, world)
     del teacher  # its memory is freed as soon as all its outputs are cached
 
-    steps_per_epoch = -(-len(train) // training.batch_size)
-    total = max(1, round(training.epochs * steps_per_epoch))
-    total = min(total, training.max_steps or total)
-    evaluate_every = max(1, round(training.eval_every_epochs * steps_per_epoch))
+    schedule = plan_schedule(training, num_texts=len(train))
+    steps_per_epoch, total = schedule.steps_per_epoch, schedule.total_steps
     plan: list[Step] = []
 
     while stop is None:
-        due = state.step % evaluate_every == 0 or state.step == total
+        due = schedule.evaluates_after(state.step)
         if due and state.step > state.evaluated_step and len(data.validation.corpus):
             progress.phase(Phase.EVALUATING)
             with probe.phase("evaluation", step=state.step):

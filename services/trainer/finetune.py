@@ -23,6 +23,7 @@ from services.shared.training.memory_probe import MemoryProbe
 from services.shared.training.optim.optimizer import build_optimizer, learning_rate
 from services.shared.training.process import Position, RunFailed, World, agreed_stop, seed_step
 from services.shared.training.progress import Progress
+from services.shared.training.schedule import plan_schedule
 from services.shared.training.sharding.load import initialise, load_pretrained
 from services.trainer.inputs import backbone_config, check_budget, read_data
 from services.trainer.publish import publish
@@ -60,16 +61,14 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
         probe.watch(sharded, optimizer)
         state = loop_state.resume(run, task, sharded, optimizer)
 
-    steps_per_epoch = -(-len(train) // training.batch_size)
-    total = max(1, round(training.epochs * steps_per_epoch))
-    total = min(total, training.max_steps or total)
-    evaluate_every = max(1, round(training.eval_every_epochs * steps_per_epoch))
+    schedule = plan_schedule(training, num_texts=len(train))
+    steps_per_epoch, total = schedule.steps_per_epoch, schedule.total_steps
     plan: list[Step] = []
     stop: str | None = None
 
     progress.phase(Phase.TRAINING, step=state.step)
     while stop is None:
-        due = state.step % evaluate_every == 0 or state.step == total
+        due = schedule.evaluates_after(state.step)
         if due and state.step > state.evaluated_step and len(data.validation):
             progress.phase(Phase.EVALUATING)
             with probe.phase("evaluation", step=state.step):
