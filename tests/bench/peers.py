@@ -1,4 +1,4 @@
-"""Our API against other servers of the same weights: bursts of requests, in rounds that take turns.
+"""Our API against other servers of the same weights: bursts of requests, in interleaved rounds.
 
 The peers are installed into an environment of their own, which borrows torch and transformers from
 ours, so that every server multiplies with the same library. All servers are up before the first round

@@ -1,1 +1,1 @@
-"""Prediction: the batcher, the engines, the active student and the follower that sees promotions."""
+"""Serving: batching, inference engines, the active models, and the rollout of promotions."""

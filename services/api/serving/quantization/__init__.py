@@ -1,1 +1,1 @@
-"""Quantization to 8 bits: calibration, quality gate, weights file, background preparation."""
+"""Quantization to 8 bits: calibration, quality gate, weights file, background quantization."""

@@ -29,7 +29,7 @@ _RETRY_SECONDS = 10.0
 
 
 class BackgroundQuantizer:
-    """Quantizes the submitted students and notifies when a record has been written beside one."""
+    """Quantizes the submitted students and notifies when the record of one has been written."""
 
     def __init__(
         self,
@@ -88,15 +88,15 @@ class BackgroundQuantizer:
 
     def _quantize(self, promotion: Promotion) -> None:
         """Quantize a student, waiting for memory or for another process that quantizes it."""
-        obstacle: str | None
+        reason: str | None
         logged = None
         while not self._stopping.is_set():
             with _artifact_lock(promotion.directory) as lock:
                 if read_quantization_record(promotion.directory) is not None:
                     return
                 if lock is None:
-                    obstacle = "another process quantizes it"
-                elif (obstacle := self._memory_obstacle(promotion)) is None:
+                    reason = "another process quantizes it"
+                elif (reason := self._memory_reason(promotion)) is None:
                     code = self._run(promotion, lock)
                     log.info(
                         "student_quantized",
@@ -105,12 +105,12 @@ class BackgroundQuantizer:
                         exit_code=code,
                     )
                     return
-            if obstacle != logged:
-                log.info("quantization_waits", model_id=promotion.model_id, reason=obstacle)
-                logged = obstacle
+            if reason != logged:
+                log.info("quantization_waits", model_id=promotion.model_id, reason=reason)
+                logged = reason
             self._stopping.wait(self._retry_seconds)
 
-    def _memory_obstacle(self, promotion: Promotion) -> str | None:
+    def _memory_reason(self, promotion: Promotion) -> str | None:
         needed = bytes_to_quantize(promotion.directory, self._settings)
         if needed <= available_bytes():
             return None

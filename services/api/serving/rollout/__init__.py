@@ -1,1 +1,1 @@
-"""Following promotions: loading a student, checking its golden outputs, switching to it."""
+"""Rollout of promotions: loading a student, checking its golden outputs, swapping it in."""

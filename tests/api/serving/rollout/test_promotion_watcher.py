@@ -135,7 +135,7 @@ def test_after_a_restart_the_last_student_that_loads_serves(registry: Registry) 
 def test_a_promotion_refused_for_memory_is_retried_later(registry: Registry) -> None:
     active_models = ActiveModels()
     watcher = registry.watcher(active_models)
-    registry.broken["a"] = StudentRefused("no room", transient=True)
+    registry.broken["a"] = StudentRefused("not enough memory", transient=True)
     registry.promote("a")
     watcher.poll()
     del registry.broken["a"]
@@ -210,7 +210,7 @@ def test_a_refused_reload_leaves_the_model_in_place(registry: Registry) -> None:
     registry.promote("a")
     watcher.poll()
     previous = active_models.get()
-    registry.broken["a"] = StudentRefused("no room", transient=True)
+    registry.broken["a"] = StudentRefused("not enough memory", transient=True)
     watcher.reload("a")
     assert not watcher.poll()
     assert active_models.get() is previous
