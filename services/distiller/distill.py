@@ -26,7 +26,7 @@ from services.shared.model.batches import Step, plan_epoch
 from services.shared.model.tokens import collate, select_heads
 from services.shared.training.checkpoint import loop_state
 from services.shared.training.evaluation import evaluate, predict_split
-from services.shared.training.job_setup import chosen_recipe, shard_model
+from services.shared.training.job_setup import resolved_recipe, shard_model
 from services.shared.training.memory_probe import MemoryProbe
 from services.shared.training.optim.optimizer import build_optimizer, learning_rate
 from services.shared.training.process import (
@@ -47,7 +47,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     """Train a student on labels and on its teacher's outputs; return the report of rank 0."""
     assert isinstance(task.spec, DistillSpec)
     assert task.teacher_dir is not None
-    training, recipe, spec = task.spec.training, chosen_recipe(task), task.spec.distillation
+    training, recipe, spec = task.spec.training, resolved_recipe(task), task.spec.distillation
     budget_tokens = recipe.token_budget(training)
     progress, probe = Progress(run, world, position), MemoryProbe(run, world, position)
 
@@ -135,7 +135,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             progress.evaluation(
                 result, step=state.step, total=total, epoch=state.step / steps_per_epoch
             )
-            if state.note(result):
+            if state.record_evaluation(result):
                 loop_state.save_best(run, task, student, world, state)
             patience = training.early_stopping_patience
             state.finished = patience is not None and state.worse_evaluations >= patience
@@ -197,9 +197,9 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             optimizer.step()
 
         state.step = number
-        state.count(step, train)
+        state.count_tokens(step, train)
         seconds = time.monotonic() - started
-        state.time(epoch, seconds)
+        state.add_step_time(epoch, seconds)
         progress.step(
             number,
             total=total,

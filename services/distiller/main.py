@@ -7,14 +7,14 @@ from pathlib import Path
 
 from services.distiller.distill import distill
 from services.shared.jobs.run_directory import RunDirectory
-from services.shared.training.process import Position, failures_reported, join, leave, read_task
+from services.shared.training.process import Position, join, leave, read_run_input, report_failures
 
 
 def main() -> None:
     """Join the process group, distil and leave; a failure is written to the run directory."""
     run, position = RunDirectory(Path(sys.argv[1])), Position()
-    with failures_reported(run, position):
-        task = read_task(run)
+    with report_failures(run, position):
+        task = read_run_input(run)
         world = join(run, device=task.spec.resources.device, seed=task.spec.training.seed)
         distill(run, task, world, position)
         leave()

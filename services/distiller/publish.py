@@ -30,7 +30,7 @@ from services.shared.model.metrics import Array
 from services.shared.training.checkpoint.loop_state import LoopState
 from services.shared.training.evaluation import predict_split
 from services.shared.training.process import World
-from services.shared.training.sharding.export import export_unsealed, put_in_place
+from services.shared.training.sharding.export import export_artifact, publish_export
 from services.shared.training.sharding.shard import Sharded
 
 
@@ -164,7 +164,7 @@ def publish(
     if evaluation and state.best is not None:
         evaluation["validation"] = state.best.evaluation
     texts = data.train.corpus.rows.texts
-    staging_dir = export_unsealed(
+    staging_dir = export_artifact(
         run, student, tokenizer, texts, world, max_length=training.max_length
     )
     report = Report(
@@ -195,7 +195,7 @@ def publish(
         )
         if evaluation:
             evaluation["size_bytes"] = sealed.size_bytes
-        put_in_place(run, staging_dir)
+        publish_export(run, staging_dir)
         report = report.model_copy(
             update={
                 "parameters": sealed.parameters,
@@ -210,7 +210,7 @@ def publish(
 
 def _details(data: DistillationData, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
     """Return the `details` of the report."""
-    return state.details(steps_per_epoch) | {
+    return state.summary(steps_per_epoch) | {
         "training_texts": len(data.train.corpus),
         "unlabelled_texts": data.num_unlabelled,
         "unlabelled_texts_left_out": data.num_duplicates,

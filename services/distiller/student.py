@@ -17,7 +17,7 @@ from services.shared.jobs.state import Reason
 from services.shared.model.artifact import read_artifact, read_heads
 from services.shared.model.classifier import build_config
 from services.shared.model.tokens import load_tokenizer
-from services.shared.training.job_setup import check_length, read_config, trained_tokenizer
+from services.shared.training.job_setup import check_length, read_config, train_shared_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
 from services.shared.training.sharding.load import initialise, load_pretrained
 from services.shared.training.sharding.shard import Sharded
@@ -153,7 +153,7 @@ def _tokenizer(
     assert isinstance(task.spec, DistillSpec)
     source = task.spec.student.tokenizer
     if isinstance(source, TrainedTokenizer):
-        return trained_tokenizer(run, task, source, world)
+        return train_shared_tokenizer(run, task, source, world)
     if source == "teacher":
         return load_tokenizer(teacher.directory)
     assert task.model_dir is not None

@@ -18,7 +18,7 @@ from services.shared.model.objective import balanced_weights, combined_loss, lab
 from services.shared.model.tokens import collate
 from services.shared.training.checkpoint import loop_state
 from services.shared.training.evaluation import evaluate, predict_split
-from services.shared.training.job_setup import chosen_recipe, shard_model
+from services.shared.training.job_setup import resolved_recipe, shard_model
 from services.shared.training.memory_probe import MemoryProbe
 from services.shared.training.optim.optimizer import build_optimizer, learning_rate
 from services.shared.training.process import Position, RunFailed, World, agreed_stop, seed_step
@@ -32,7 +32,7 @@ from services.trainer.publish import publish
 def finetune(run: RunDirectory, task: RunInput, world: World, position: Position) -> Report:
     """Train, evaluate and export a teacher; return the report that rank 0 writes."""
     assert isinstance(task.spec, TeacherSpec)
-    training, recipe = task.spec.training, chosen_recipe(task)
+    training, recipe = task.spec.training, resolved_recipe(task)
     budget_tokens = recipe.token_budget(training)
     progress, probe = Progress(run, world, position), MemoryProbe(run, world, position)
 
@@ -84,7 +84,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
             progress.evaluation(
                 evaluation, step=state.step, total=total, epoch=state.step / steps_per_epoch
             )
-            if state.note(evaluation):
+            if state.record_evaluation(evaluation):
                 loop_state.save_best(run, task, sharded, world, state)
             patience = training.early_stopping_patience
             state.finished = patience is not None and state.worse_evaluations >= patience
@@ -134,9 +134,9 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
             optimizer.step()
 
         state.step = number
-        state.count(step, train)
+        state.count_tokens(step, train)
         seconds = time.monotonic() - started
-        state.time(epoch, seconds)
+        state.add_step_time(epoch, seconds)
         progress.step(
             number,
             total=total,

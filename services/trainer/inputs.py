@@ -14,7 +14,7 @@ from services.shared.jobs.state import Reason
 from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import build_config
 from services.shared.model.tokens import TokenisedSplit, load_tokenizer, read_split, select_heads
-from services.shared.training.job_setup import check_length, read_config, trained_tokenizer
+from services.shared.training.job_setup import check_length, read_config, train_shared_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
 
 
@@ -88,6 +88,6 @@ def _tokenizer(run: RunDirectory, task: RunInput, world: World) -> PreTrainedTok
     assert isinstance(task.spec, TeacherSpec)
     source = task.spec.model.tokenizer
     if isinstance(source, TrainedTokenizer):
-        return trained_tokenizer(run, task, source, world)
+        return train_shared_tokenizer(run, task, source, world)
     assert task.model_dir is not None
     return load_tokenizer(task.model_dir)

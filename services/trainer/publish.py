@@ -13,7 +13,7 @@ from services.shared.model.tokens import read_rows
 from services.shared.training.checkpoint.loop_state import LoopState
 from services.shared.training.evaluation import evaluate, predict_split
 from services.shared.training.process import World
-from services.shared.training.sharding.export import export_unsealed, put_in_place
+from services.shared.training.sharding.export import export_artifact, publish_export
 from services.shared.training.sharding.shard import Sharded
 from services.trainer.inputs import TrainingData
 
@@ -44,7 +44,7 @@ def publish(
     evaluation, calibration = _evaluate(task, sharded, data, world, state)
     texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
     max_length = task.spec.training.max_length
-    staging_dir = export_unsealed(run, sharded, data.tokenizer, texts, world, max_length=max_length)
+    staging_dir = export_artifact(run, sharded, data.tokenizer, texts, world, max_length=max_length)
     report = Report(
         outcome="succeeded",
         steps=state.step,
@@ -66,7 +66,7 @@ def publish(
             max_length=max_length,
             calibration=calibration,
         )
-        put_in_place(run, staging_dir)
+        publish_export(run, staging_dir)
         report = report.model_copy(
             update={"size_bytes": sealed.size_bytes, "manifest_sha256": sealed.sha256}
         )
@@ -103,7 +103,7 @@ def _evaluate(
 
 
 def _details(data: TrainingData, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
-    return state.details(steps_per_epoch) | {
+    return state.summary(steps_per_epoch) | {
         "truncated_texts": {
             "train": data.train.truncated,
             "validation": data.validation.truncated,

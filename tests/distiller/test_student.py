@@ -13,7 +13,7 @@ from services.shared.jobs.run_directory import RunDirectory
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import load_tokenizer
-from services.shared.training.job_setup import chosen_recipe, shard_model
+from services.shared.training.job_setup import resolved_recipe, shard_model
 from services.shared.training.process import RunFailed, World
 from services.shared.training.sharding.shard import Sharded
 from tests.factories import TINY_STUDENT
@@ -37,7 +37,7 @@ def initialised(
         job = task(**changes)
         files = read_teacher(teacher_dir, read_artifact(teacher_dir).heads, max_length=48)
         init = plan_student(run, job, files, world)
-        student = shard_model(init.config, files.heads, chosen_recipe(job), world)
+        student = shard_model(init.config, files.heads, resolved_recipe(job), world)
         load_student(student, init, files, seed=job.spec.training.seed)
         return student, init
 

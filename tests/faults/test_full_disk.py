@@ -13,8 +13,8 @@ from services.shared.jobs.outcome import End
 from services.shared.jobs.run_directory import Failure, RunDirectory, read_record
 from services.shared.jobs.state import Reason
 from services.shared.launch.aftermath.outcome import MemoryFailure, reach_verdict
-from services.shared.launch.supervise import Ending
-from services.shared.training.process import Position, failures_reported
+from services.shared.launch.supervise import RunExit
+from services.shared.training.process import Position, report_failures
 from tests.faults.fault_catalogue import write_until_full
 
 
@@ -46,7 +46,7 @@ def test_a_rank_reports_a_full_disk_on_that_disk(
     monkeypatch.setenv("RANK", "0")
     run = RunDirectory(small_disk)
     run.rank_dir(0).mkdir(parents=True)
-    with pytest.raises(OSError, match="No space left"), failures_reported(run, Position()):
+    with pytest.raises(OSError, match="No space left"), report_failures(run, Position()):
         save_on_a_full_disk(small_disk)
     failure = read_record(run.failure_file(0), Failure)
     assert failure is not None
@@ -64,7 +64,7 @@ def test_ranks_that_exit_without_a_report_on_a_full_disk_are_not_reported_as_cra
     assert refused.value.errno == errno.ENOSPC
 
     def judge() -> tuple[End, Reason | None]:
-        ending = Ending(exit_code=1)
+        ending = RunExit(exit_code=1)
         outcome = reach_verdict(
             run, ending, examine=lambda _: MemoryFailure(None, {}), may_retry=False
         )

@@ -4,12 +4,12 @@ import pytest
 
 from services.shared.launch.devices import (
     DeviceKind,
-    allowed_nodes,
+    allowed_numa_nodes,
+    detect_device_kind,
+    device_kind,
     first_json_object,
-    kind_here,
-    kind_of,
+    numa_binding_unsupported_reason,
     parse_numa_topology,
-    why_not_bind,
 )
 
 
@@ -28,7 +28,7 @@ from services.shared.launch.devices import (
     ],
 )
 def test_a_device_name_tells_its_family(device: str, kind: DeviceKind) -> None:
-    assert kind_of(device) is kind
+    assert device_kind(device) is kind
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_machines_files_tell_its_family(
 ) -> None:
     for name in files:
         (tmp_path / name).mkdir(parents=True)
-    assert kind_here(tmp_path) is kind
+    assert detect_device_kind(tmp_path) is kind
 
 
 def test_numa_nodes_are_read_through_noise_and_either_spelling_of_a_card() -> None:
@@ -70,11 +70,11 @@ def test_the_first_whole_object_is_taken() -> None:
 
 def test_binding_needs_the_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.shared.launch.devices.shutil.which", lambda name: "/bin/numactl")
-    assert why_not_bind("CapBnd:\t00000000a80425fb\n") == (
+    assert numa_binding_unsupported_reason("CapBnd:\t00000000a80425fb\n") == (
         "CAP_SYS_NICE cannot be had (container: cap_add SYS_NICE)"
     )
-    assert why_not_bind("CapBnd:\t00000000a8c425fb\n") is None
+    assert numa_binding_unsupported_reason("CapBnd:\t00000000a8c425fb\n") is None
 
 
 def test_the_cpuset_is_read_with_its_ranges() -> None:
-    assert allowed_nodes("Mems_allowed_list:\t0-2,5\n") == {0, 1, 2, 5}
+    assert allowed_numa_nodes("Mems_allowed_list:\t0-2,5\n") == {0, 1, 2, 5}

@@ -34,7 +34,7 @@ def test_a_kill_in_the_ranks_cgroup_is_seen(name: str, tmp_path: Path) -> None:
     cgroup, counter, text = CASES[name]
     path = _machine(tmp_path, cgroup=cgroup, counter=counter, text=text.format(2))
     counters = OomCounters(root=tmp_path)
-    counters.look([7])
+    counters.track([7])
     assert counters.killed() is False
     path.write_text(text.format(3))
     assert counters.killed() is True
@@ -44,7 +44,7 @@ def test_the_kills_of_other_cgroups_do_not_count(tmp_path: Path) -> None:
     cgroup, counter, text = CASES["v1"]
     _machine(tmp_path, cgroup=cgroup, counter=counter, text=text.format(2))
     counters = OomCounters(root=tmp_path)
-    counters.look([7])
+    counters.track([7])
     (tmp_path / "proc/vmstat").write_text("oom_kill 11\n")
     assert counters.killed() is False
 
@@ -52,7 +52,7 @@ def test_the_kills_of_other_cgroups_do_not_count(tmp_path: Path) -> None:
 def test_the_machines_counter_decides_where_no_cgroup_can_be_read(tmp_path: Path) -> None:
     _machine(tmp_path, cgroup="", counter=None)
     counters = OomCounters(root=tmp_path)
-    counters.look([7, 8])
+    counters.track([7, 8])
     assert counters.killed() is False
     (tmp_path / "proc/vmstat").write_text("oom_kill 11\n")
     assert counters.killed() is True
@@ -60,5 +60,5 @@ def test_the_machines_counter_decides_where_no_cgroup_can_be_read(tmp_path: Path
 
 def test_a_kernel_that_counts_nothing_gives_no_answer(tmp_path: Path) -> None:
     counters = OomCounters(root=tmp_path)
-    counters.look([7])
+    counters.track([7])
     assert counters.killed() is None

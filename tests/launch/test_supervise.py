@@ -12,7 +12,7 @@ from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.views import HeartbeatReply
 from services.shared.launch.processes import RUN_MARK, is_alive, wait_until_gone
-from services.shared.launch.supervise import Ending, Force, carry_best, supervise
+from services.shared.launch.supervise import Force, RunExit, link_best_weights, supervise
 from services.shared.launch.torchrun import Launch
 
 FAKE = Path(__file__).with_name("fake_ranks.py")
@@ -45,7 +45,7 @@ def _supervise(
     timeout_seconds: float = 60,
     env: dict[str, str] | None = None,
     **settings: object,
-) -> Ending | None:
+) -> RunExit | None:
     launch = Launch(
         command=[sys.executable, str(FAKE), str(run.path), behaviour],
         env=dict(os.environ) | {RUN_MARK: str(run.path)} | (env or {}),
@@ -209,7 +209,7 @@ def test_best_weights_of_the_attempt_resumed_from_are_carried_along_without_a_co
         (earlier / name / "COMPLETE").write_text("{}")
     (earlier / "best-00000004").mkdir()  # half written: not complete
     for _ in range(2):
-        carry_best(earlier, own)
+        link_best_weights(earlier, own)
     assert [path.name for path in own.iterdir()] == ["best-00000003"]
     files = [place / "best-00000003/COMPLETE" for place in (earlier, own)]
     assert files[0].samefile(files[1])

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from services.shared.jobs.spec import Resources
-from services.shared.launch.devices import cores
+from services.shared.launch.devices import num_cores
 from services.shared.launch.processes import NUMA_NODES
 from services.shared.launch.torchrun import plan_launch, rank_environment
 
@@ -74,9 +74,9 @@ def test_expandable_segments_are_asked_for_on_cuda_only() -> None:
 @pytest.mark.parametrize(
     ("resources", "offloads", "threads"),
     [
-        (CPU, False, max(1, cores() // 2)),
+        (CPU, False, max(1, num_cores() // 2)),
         (DCU, False, 1),
-        (DCU, True, max(1, cores() // 2)),
+        (DCU, True, max(1, num_cores() // 2)),
     ],
 )
 def test_ranks_share_the_cores_where_they_compute_on_them(
@@ -119,9 +119,9 @@ def test_ranks_are_bound_to_the_nodes_of_the_cards_they_really_get(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     room = "services.shared.launch.torchrun."
-    monkeypatch.setattr(room + "why_not_bind", lambda: None)
+    monkeypatch.setattr(room + "numa_binding_unsupported_reason", lambda: None)
     monkeypatch.setattr(room + "numa_nodes", lambda kind: {1: 0, 3: 0, 4: 4, 6: 9})
-    monkeypatch.setattr(room + "allowed_nodes", lambda: {0, 4})
+    monkeypatch.setattr(room + "allowed_numa_nodes", lambda: {0, 4})
     resources = Resources(ranks=3, device="k100_ai", visible_devices=[4, 1, 6])
     launch = plan_launch("m", Path("/r"), resources=resources, environment={})
     # Card 6 hangs on a node outside of the cpuset: that rank stays free.

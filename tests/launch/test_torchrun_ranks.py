@@ -12,8 +12,8 @@ from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import Resources
 from services.shared.jobs.views import HeartbeatReply
 from services.shared.launch.aftermath.torchelastic_report import read_summary
-from services.shared.launch.processes import marked, wait_until_gone
-from services.shared.launch.supervise import Ending, supervise
+from services.shared.launch.processes import processes_with_mark, wait_until_gone
+from services.shared.launch.supervise import RunExit, supervise
 from services.shared.launch.torchrun import Launch, plan_launch
 
 
@@ -42,7 +42,7 @@ def _pids(run: RunDirectory) -> list[int]:
     return [int(text) for text in texts] if all(texts) else []
 
 
-def _supervise(run: RunDirectory, launch: Launch, beat: object) -> Ending | None:
+def _supervise(run: RunDirectory, launch: Launch, beat: object) -> RunExit | None:
     settings = JobSettings(
         database_url="postgresql://nowhere/none",
         broker_url="redis://nowhere",
@@ -79,7 +79,7 @@ def test_ranks_die_with_a_torchrun_that_is_killed(run: RunDirectory, launch: Lau
 
     def beat() -> HeartbeatReply:
         seen.extend(_pids(run) if not seen else [])
-        for member in marked(str(run.path)) if seen else []:
+        for member in processes_with_mark(str(run.path)) if seen else []:
             with suppress(psutil.NoSuchProcess):  # it died since it was listed
                 if "torch.distributed.run" in member.cmdline():
                     member.kill()

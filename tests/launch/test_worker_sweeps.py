@@ -38,7 +38,7 @@ def _sweep(monkeypatch: pytest.MonkeyPatch, sweep: Any, *, sweeps: int = 1) -> N
     settings = SimpleNamespace(sweep_seconds=15.0, tidy_seconds=600.0, lease_seconds=60.0)
     store: Any = SimpleNamespace(settings=settings)
     app: Any = None
-    worker._sweep_until(_StopAfter(sweeps), app=app, store=store)
+    worker.sweep_periodically(_StopAfter(sweeps), app=app, store=store)
 
 
 def test_a_sweep_that_succeeded_touches_the_file(

@@ -29,14 +29,14 @@ from services.shared.training.memory_probe import MemoryProbe
 from services.shared.training.optim.optimizer import Optimizer, build_optimizer
 from services.shared.training.process import Position, RunFailed, World, join, leave
 from services.shared.training.sharding import load
-from services.shared.training.sharding import shard as shard_room
+from services.shared.training.sharding import shard as shard_module
 from services.shared.training.sharding.export import export_weights
 from services.shared.training.sharding.load import initialise, load_pretrained
 from services.shared.training.sharding.shard import (
     Sharded,
     default_engine,
     parameter_dtype,
-    shard,
+    shard_classifier,
 )
 
 Check = Callable[[World, Path], Any]
@@ -77,7 +77,7 @@ def training(**changes: Any) -> Training:
 def empty(world: World, chosen: Recipe, engine: Engine, **fields: Any) -> Sharded:
     with torch.device("meta"):
         classifier = build_classifier(model_config(**fields), HEADS, dtype=parameter_dtype(chosen))
-    return shard(classifier, chosen, world, engine=engine)
+    return shard_classifier(classifier, chosen, world, engine=engine)
 
 
 def made(world: World, chosen: Recipe, engine: Engine = HERE, seed: int = 0) -> Sharded:
@@ -122,14 +122,14 @@ def train(
 def whole(sharded: Sharded, values: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return every parameter (or what is cut like it) whole, on every rank."""
     result = {}
-    for piece in sharded.pieces:
-        full = torch.zeros(piece.num_elements, dtype=torch.float32)
-        local = piece.local if values is None else values.get(piece.name)
+    for shard in sharded.shards:
+        full = torch.zeros(shard.num_elements, dtype=torch.float32)
+        local = shard.local if values is None else values.get(shard.name)
         if local is not None:
-            full[piece.start : piece.stop] = local.float()
+            full[shard.start : shard.stop] = local.float()
         if not sharded.replicated:
             dist.all_reduce(full)
-        result[piece.name] = full.view(piece.shape)
+        result[shard.name] = full.view(shard.shape)
     return result
 
 
@@ -209,7 +209,7 @@ def units_and_bytes(world: World, directory: Path) -> Any:
             "replicated": {"sharding": "none"},
         }.items():
             sharded = made(world, recipe(**changes), engine)
-            found[f"{engine} {name}"] = memory_probe.observe(sharded, world)
+            found[f"{engine} {name}"] = memory_probe.observe_sharding(sharded, world)
     return found
 
 
@@ -289,10 +289,10 @@ def small_state_learns_like_fp32(world: World, directory: Path) -> Any:
             state = [t for s in optimizer.rule.state().values() for t in s.values() if t.ndim]
             found[f"{engine} {name}"] = {
                 "losses": losses,
-                "parameters": sorted({str(p.local.dtype) for p in sharded.pieces}),
+                "parameters": sorted({str(p.local.dtype) for p in sharded.shards}),
                 "state": sorted({str(t.dtype) for t in state}),
                 "state_bytes": sum(t.nbytes for t in state),
-                "elements": sum(p.stop - p.start for p in sharded.pieces),
+                "elements": sum(p.stop - p.start for p in sharded.shards),
             }
     return found
 
@@ -333,7 +333,7 @@ def gradients_after_backward(sharded: Sharded, optimizer: Optimizer, world: Worl
     loss = loss_of(sharded.module, 2, slice(world.rank, None, world.size))
     optimizer.before_backward(learning_rate=1e-2, step=2, part=0, parts=1)
     (loss * world.size).backward()
-    left = sum(piece.parameter.grad is not None for piece in sharded.pieces)
+    left = sum(shard.parameter.grad is not None for shard in sharded.shards)
     optimizer.step()
     return left
 
@@ -436,7 +436,7 @@ def host_memory_of_loading(world: World, directory: Path) -> Any:
         "files": len(list(directory.glob("*.safetensors"))),
         "beyond": _status("VmHWM")
         - before
-        - memory_probe.storage_bytes(piece.local for piece in sharded.pieces),
+        - memory_probe.storage_bytes(shard.local for shard in sharded.shards),
         "unit": max(unit.num_elements for unit in sharded.units) * 4,
         "whole": sharded.num_parameters * 4,
     }
@@ -475,15 +475,15 @@ def unfilled_parameter_is_found(world: World, directory: Path) -> Any:
     write_checkpoint(directory / "good")
     true_put = load._put
 
-    def put(piece: Any, values: Tensor, at: int, sums: Any) -> None:
-        if piece.name.endswith("embed_tokens.weight"):
-            sums.add(piece.name, values, at=at)
+    def put(shard: Any, values: Tensor, at: int, sums: Any) -> None:
+        if shard.name.endswith("embed_tokens.weight"):
+            sums.add(shard.name, values, at=at)
             return
-        true_put(piece, values, at, sums)
+        true_put(shard, values, at, sums)
 
     sharded = empty(world, recipe(), HERE)
-    for piece in sharded.pieces:
-        piece.local.fill_(7.0)
+    for shard in sharded.shards:
+        shard.local.fill_(7.0)
     load._put = put  # type: ignore[assignment]
     try:
         return failure(lambda: load_pretrained(sharded, directory / "good", seed=0))
@@ -495,19 +495,19 @@ def unfilled_parameter_is_found(world: World, directory: Path) -> Any:
 def unsharded_model_is_stopped(world: World, directory: Path) -> Any:
     """Sharding is asked for, but on this stack the call does nothing."""
     name = "_fsdp2" if HERE is Engine.FSDP2 else "_fsdp1"
-    true_wrap = getattr(shard_room, name)
-    true_find = shard_room._pieces_fsdp1
+    true_wrap = getattr(shard_module, name)
+    true_find = shard_module._local_shards_fsdp1
 
     def do_nothing(classifier: Any, *_: Any) -> Any:
         return classifier.to_empty(device="cpu")
 
-    setattr(shard_room, name, do_nothing)
-    shard_room._pieces_fsdp1 = shard_room._pieces_fsdp2
+    setattr(shard_module, name, do_nothing)
+    shard_module._local_shards_fsdp1 = shard_module._local_shards_fsdp2
     try:
         sharded = made(world, recipe())
     finally:
-        setattr(shard_room, name, true_wrap)
-        shard_room._pieces_fsdp1 = true_find
+        setattr(shard_module, name, true_wrap)
+        shard_module._local_shards_fsdp1 = true_find
     run = RunDirectory(directory)
     probe = MemoryProbe(run, world, Position())
     found = failure(lambda: probe.check_sharding(sharded))
@@ -740,7 +740,7 @@ def architectures(world: World, directory: Path) -> Any:
         for engine in ENGINES:
             with torch.device("meta"):
                 classifier = build_classifier(config, HEADS)
-            sharded = shard(classifier, recipe(), world, engine=engine)
+            sharded = shard_classifier(classifier, recipe(), world, engine=engine)
             initialise(sharded, seed=0)
             ordinary = build_classifier(config, HEADS)
             ordinary.load_state_dict(whole(sharded), strict=False)
@@ -756,7 +756,7 @@ def architectures(world: World, directory: Path) -> Any:
                 "difference": max(float((ours[n] - theirs[n]).abs().max()) for n in ours),
                 "size": max(float(v.abs().max()) for v in theirs.values()),
                 "without_gradient": [
-                    p.name for p in sharded.pieces if p.gradient() is None and p.stop > p.start
+                    p.name for p in sharded.shards if p.gradient() is None and p.stop > p.start
                 ],
             }
     return found

@@ -21,11 +21,11 @@ from services.shared.training.process import (
     RunFailed,
     StopWatch,
     agreed_stop,
-    describe,
+    describe_failure,
     fail_with,
-    failures_reported,
-    read_task,
+    read_run_input,
     reason_of,
+    report_failures,
     seed_step,
 )
 
@@ -74,7 +74,7 @@ def test_every_error_has_a_stable_reason(error, reason):
     ],
 )
 def test_the_failing_request_is_read_from_the_message(message, request_bytes):
-    failure = describe(RuntimeError(message), rank=3, position=Position("backward", 7))
+    failure = describe_failure(RuntimeError(message), rank=3, position=Position("backward", 7))
     assert failure.request_bytes == request_bytes
     assert (failure.rank, failure.phase, failure.step) == (3, "backward", 7)
 
@@ -82,7 +82,7 @@ def test_the_failing_request_is_read_from_the_message(message, request_bytes):
 def test_torchs_own_error_names_the_bytes_it_could_not_get():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**44, dtype=torch.float32)  # 64 TiB: beyond the address space of a process
-    failure = describe(caught.value, rank=0, position=Position())
+    failure = describe_failure(caught.value, rank=0, position=Position())
     assert failure.reason is Reason.HOST_OUT_OF_MEMORY
     assert failure.request_bytes == 2**46
     assert failure.allocator["basis"] == "process"
@@ -95,7 +95,7 @@ def test_a_failure_is_told_though_the_allocator_cannot_be_asked_any_more(monkeyp
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
-    failure = describe(RuntimeError("first"), rank=0, position=Position())
+    failure = describe_failure(RuntimeError("first"), rank=0, position=Position())
     assert (failure.message, failure.allocator) == ("first", None)
 
 
@@ -104,7 +104,7 @@ def test_a_failure_is_written_for_the_worker_and_for_torchrun(tmp_path, monkeypa
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     run = RunDirectory(tmp_path / "run")
-    with pytest.raises(MemoryError), failures_reported(run, Position("forward", 4)):
+    with pytest.raises(MemoryError), report_failures(run, Position("forward", 4)):
         raise MemoryError("no more")
     failure = read_record(run.failure_file(2), Failure)
     assert failure is not None
@@ -115,7 +115,7 @@ def test_a_failure_is_written_for_the_worker_and_for_torchrun(tmp_path, monkeypa
 
 def test_a_good_end_leaves_no_failure(tmp_path):
     run = RunDirectory(tmp_path)
-    with failures_reported(run, Position()):
+    with report_failures(run, Position()):
         pass
     assert run.ranks() == []
 
@@ -135,7 +135,7 @@ def test_a_spec_that_cannot_be_read_is_a_bad_spec(tmp_path):
     run = RunDirectory(tmp_path)
     run.spec.write_text('{"job_id": 1}')
     with pytest.raises(RunFailed) as caught:
-        read_task(run)
+        read_run_input(run)
     assert caught.value.reason is Reason.BAD_SPEC
 
 

@@ -27,7 +27,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Check versions, devices, attention and collectives; exit with code 1 if a check fails."""
-    machine = Machine.here()
+    machine = Machine.detect()
     console = Console(stderr=as_json, highlight=False)
     with console.status("Examining this machine ..."):
         findings, measured = examine(machine, with_torch=with_torch)

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class DeviceKind(str, Enum):
-    """A family of devices with one runtime and one way to name its cards."""
+    """A process_tree of devices with one runtime and one way to name its cards."""
 
     CPU = "cpu"
     DCU = "dcu"
@@ -33,16 +33,16 @@ _PREFIXES = {
 }
 
 
-def kind_of(device: str) -> DeviceKind:
-    """Return the family of a device kind's name (`stillhouse plan --device`); CUDA unless known."""
+def device_kind(device: str) -> DeviceKind:
+    """Return the process_tree of a device kind's name (`stillhouse plan --device`); CUDA unless known."""
     for prefix, kind in _PREFIXES.items():
         if device.lower().startswith(prefix):
             return kind
     return DeviceKind.CUDA
 
 
-def kind_here(root: Path = Path("/")) -> DeviceKind:
-    """Return the family of devices that this machine carries, by its device files.
+def detect_device_kind(root: Path = Path("/")) -> DeviceKind:
+    """Return the process_tree of devices that this machine carries, by its device files.
 
     A DCU and an AMD card share /dev/kfd; the vendor's driver directory tells them apart.
     """
@@ -57,12 +57,12 @@ def kind_here(root: Path = Path("/")) -> DeviceKind:
 def numa_nodes(kind: DeviceKind) -> dict[int, int]:
     """Return the NUMA node of each physical card as the vendor's own tool tells; {} if it does not."""
     if kind is DeviceKind.DCU:
-        return parse_numa_topology(_ask("hy-smi", "--showtoponuma", "--json"))
+        return parse_numa_topology(run_tool(["hy-smi", "--showtoponuma", "--json"]))
     if kind is DeviceKind.ROCM:
-        return parse_numa_topology(_ask("rocm-smi", "--showtoponuma", "--json"))
+        return parse_numa_topology(run_tool(["rocm-smi", "--showtoponuma", "--json"]))
     if kind is DeviceKind.CUDA:
         return _nvidia_nodes(
-            _ask("nvidia-smi", "--query-gpu=index,pci.bus_id", "--format=csv,noheader")
+            run_tool(["nvidia-smi", "--query-gpu=index,pci.bus_id", "--format=csv,noheader"])
         )
     return {}
 
@@ -94,7 +94,7 @@ def first_json_object(text: str) -> dict[str, Any]:
     return {}
 
 
-def why_not_bind(status: str | None = None) -> str | None:
+def numa_binding_unsupported_reason(status: str | None = None) -> str | None:
     """Return why ranks cannot be bound to NUMA nodes here, or None where they can.
 
     Containers refuse the system calls behind numactl where CAP_SYS_NICE is not among the capabilities
@@ -109,7 +109,7 @@ def why_not_bind(status: str | None = None) -> str | None:
     return None
 
 
-def allowed_nodes(status: str | None = None) -> set[int]:
+def allowed_numa_nodes(status: str | None = None) -> set[int]:
     """Return the NUMA nodes whose memory this process may use (its cpuset)."""
     text = status if status is not None else Path("/proc/self/status").read_text()
     found = re.search(r"^Mems_allowed_list:\s*(\S+)", text, re.MULTILINE)
@@ -125,13 +125,14 @@ def find_tool(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/opt/hyhal/bin:/usr/local/hyhal/bin")
 
 
-def _ask(tool: str, *arguments: str) -> str:
-    path = find_tool(tool)
+def run_tool(command: list[str]) -> str:
+    """Return a vendor tool's output, or '' where it is missing, fails to start or times out."""
+    path = find_tool(command[0])
     if path is None:
         return ""
     try:
         done = subprocess.run(
-            [path, *arguments], capture_output=True, text=True, check=False, timeout=20
+            [path, *command[1:]], capture_output=True, text=True, check=False, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -153,6 +154,6 @@ def _nvidia_nodes(table: str) -> dict[int, int]:
     return nodes
 
 
-def cores() -> int:
+def num_cores() -> int:
     """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0))

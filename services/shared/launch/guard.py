@@ -38,14 +38,14 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if options.user:
-        _become(pwd.getpwnam(options.user))
+        _switch_user(pwd.getpwnam(options.user))
     # After the change of user, which clears it.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.Signals[options.signal].value, 0, 0, 0)
     if _is_orphan(options.parent):
         sys.exit("guard: the parent died before its command started")
     # A core dump of a rank is gigabytes in the working directory, once per crash.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    command = _bound(options.command)
+    command = _with_numa_binding(options.command)
     os.execvp(command[0], command)
 
 
@@ -68,7 +68,7 @@ def _is_orphan(parent: int) -> bool:
     return f"STILLHOUSE_RUN_MARK={mark}".encode() not in variables
 
 
-def _bound(command: list[str]) -> list[str]:
+def _with_numa_binding(command: list[str]) -> list[str]:
     """Return a rank's command under numactl; `preferred`, since a strict bind can exhaust a node."""
     nodes = os.environ.get("STILLHOUSE_NUMA_NODES", "").split(",")
     local_rank = os.environ.get("LOCAL_RANK", "")
@@ -78,7 +78,7 @@ def _bound(command: list[str]) -> list[str]:
     return ["numactl", f"--cpunodebind={node}", f"--preferred={node}", *command]
 
 
-def _become(user: pwd.struct_passwd) -> None:
+def _switch_user(user: pwd.struct_passwd) -> None:
     """Change to `user`, keeping only the right to pass directories that are closed to others.
 
     Postgres refuses to run as root, yet its programs and its data may lie below /root. Keeping

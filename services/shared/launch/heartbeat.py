@@ -14,7 +14,7 @@ from services.shared.jobs.views import Claim, HeartbeatReply
 log = structlog.get_logger(__name__)
 
 
-class Ledger(Protocol):
+class LeaseStore(Protocol):
     """The part of `jobs.store.Store` that a heartbeat needs."""
 
     def heartbeat(
@@ -32,7 +32,7 @@ class Heartbeat:
     """Renews the lease of one claim and copies what rank 0 has reported since the last beat."""
 
     def __init__(
-        self, store: Ledger, claim: Claim, *, run: RunDirectory, lease_seconds: float
+        self, store: LeaseStore, claim: Claim, *, run: RunDirectory, lease_seconds: float
     ) -> None:
         self._store = store
         self._claim = claim
@@ -46,7 +46,7 @@ class Heartbeat:
         A database that does not answer loses nothing: nobody else can claim the job through it
         either, so the ranks go on and the next beat tells more.
         """
-        offset, updates = self._news()
+        offset, updates = self._new_updates()
         answer = HeartbeatReply.CONTINUE
         try:
             for phase, progress in updates:
@@ -64,7 +64,7 @@ class Heartbeat:
         self._offset = offset
         return answer
 
-    def _news(self) -> tuple[int, list[tuple[Phase | None, dict[str, Any] | None]]]:
+    def _new_updates(self) -> tuple[int, list[tuple[Phase | None, dict[str, Any] | None]]]:
         """Return where reading ended, and the updates to send: at least one, to renew the lease.
 
         Ordinary lines melt into one update; a new phase and an evaluation each keep their own, since
@@ -73,14 +73,14 @@ class Heartbeat:
         offset = self._offset
         updates: list[tuple[Phase | None, dict[str, Any] | None]] = []
         phase: Phase | None = None
-        melted: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for end, record in read_records(self._run.progress, ProgressRecord, offset=offset):
             offset = end
-            if melted and (record.phase != phase or "evaluation" in melted):
-                updates.append((phase, melted))
-                melted = {}
+            if merged and (record.phase != phase or "evaluation" in merged):
+                updates.append((phase, merged))
+                merged = {}
             phase = record.phase
-            melted |= record.model_dump(mode="json", exclude_none=True, exclude={"phase"})
-        if melted or not updates:
-            updates.append((phase, melted or None))
+            merged |= record.model_dump(mode="json", exclude_none=True, exclude={"phase"})
+        if merged or not updates:
+            updates.append((phase, merged or None))
         return offset, updates

@@ -19,7 +19,7 @@ class OomCounters:
         self._machine = root / "proc/vmstat"
         self._machine_first = _kills(self._machine)
 
-    def look(self, pids: Iterable[int | str]) -> None:
+    def track(self, pids: Iterable[int | str]) -> None:
         """Remember the counters of the cgroups that these processes are in, if they are new."""
         for pid in pids:
             for path in self._files(pid):

@@ -56,7 +56,7 @@ def start_process(
         )
 
 
-def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def process_tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Return the process and all its descendants that are alive now."""
     try:
         root = psutil.Process(process.pid)
@@ -72,13 +72,13 @@ def stop_process(
     grace_seconds: float,
 ) -> None:
     """Ask the process to end, wait, then kill what is left of it and its descendants."""
-    members = family(process)
+    members = process_tree(process)
     if process.poll() is None:
         process.send_signal(stop_signal)
         try:
             process.wait(grace_seconds)
         except subprocess.TimeoutExpired:
-            members = family(process)
+            members = process_tree(process)
     kill_all(members)
     process.wait()
 
@@ -106,7 +106,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def processes_with_mark(mark: str) -> list[psutil.Process]:
     """Return the living processes that carry this run's mark in their environment."""
     needle = f"{RUN_MARK}={mark}".encode()
     found = []

@@ -26,9 +26,9 @@ from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.views import Claim, HeartbeatReply
 from services.shared.launch.oom_counter import OomCounters
 from services.shared.launch.processes import (
-    family,
     kill_all,
-    marked,
+    process_tree,
+    processes_with_mark,
     start_process,
 )
 from services.shared.launch.torchrun import Launch
@@ -53,7 +53,7 @@ class Force(str, Enum):
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunExit:
     """What the worker knows when no rank lives any more; the run directory tells the rest."""
 
     exit_code: int  # of torchrun, negative for a signal
@@ -68,7 +68,7 @@ def prepare(claim: Claim, *, settings: JobSettings) -> RunDirectory:
     run = RunDirectory(settings.run_dir(claim.job_id, claim.attempt))
     run.path.mkdir(parents=True, exist_ok=True)
     if claim.resume_dir is not None:
-        carry_best(claim.resume_dir, run.checkpoints)
+        link_best_weights(claim.resume_dir, run.checkpoints)
     if claim.plan is not None:
         write_json(run.plan, claim.plan)
     write_json(
@@ -89,7 +89,7 @@ def prepare(claim: Claim, *, settings: JobSettings) -> RunDirectory:
     return run
 
 
-def carry_best(earlier: Path, checkpoints: Path) -> None:
+def link_best_weights(earlier: Path, checkpoints: Path) -> None:
     """Link the best weights that an earlier attempt kept into this attempt's checkpoints.
 
     The next attempt resumes from this one's checkpoints alone, and those may go on naming best
@@ -120,45 +120,45 @@ def supervise(
     stopping: Callable[[], bool],
     settings: JobSettings,
     timeout_seconds: float,
-) -> Ending | None:
+) -> RunExit | None:
     """Run the ranks and return how they ended, or None when the job is no longer ours.
 
     `beat` is called every `heartbeat_seconds`; `stopping` tells whether this worker is shutting
     down. Whatever happens here, exceptions included, no process of the run is left.
     """
-    watch = _Watch(run, settings=settings, timeout_seconds=timeout_seconds)
+    supervision = _Supervision(run, settings=settings, timeout_seconds=timeout_seconds)
     process = start_process(launch.command, log=run.log, env=launch.env, cwd=_project_dir())
     try:
         while process.poll() is None:
-            if watch.is_beat_due():
-                watch.look(process)
-                if watch.answer(beat()) is HeartbeatReply.LOST:
+            if supervision.is_beat_due():
+                supervision.note_cgroups(process)
+                if supervision.handle_reply(beat()) is HeartbeatReply.LOST:
                     return None
             if stopping():
-                watch.ask("handed_back")
-            watch.press(process)
+                supervision.request_stop("handed_back")
+            supervision.escalate(process)
             _wait(process, _TICK_SECONDS)
         last = beat()  # the final lines of progress, and a lease that covers the verdict
-        return None if last is HeartbeatReply.LOST else watch.ending(process.returncode)
+        return None if last is HeartbeatReply.LOST else supervision.result(process.returncode)
     finally:
-        end_everything(process, run)
+        kill_run_processes(process, run)
 
 
-def end_everything(process: subprocess.Popen[bytes], run: RunDirectory) -> None:
+def kill_run_processes(process: subprocess.Popen[bytes], run: RunDirectory) -> None:
     """Kill torchrun, its ranks and their children, wherever they hang in the process tree.
 
     Ranks lead sessions of their own, so no signal to a group reaches them; and a rank that outlives
     torchrun is nobody's child. The mark in their environment finds them all.
     """
-    kill_all(family(process))
+    kill_all(process_tree(process))
     process.wait()
-    left = marked(str(run.path))
+    left = processes_with_mark(str(run.path))
     if left:
         log.warning("ranks_left", run=str(run.path), pids=[member.pid for member in left])
         kill_all(left)
 
 
-class _Watch:
+class _Supervision:
     """The clocks of one run: beats, the time limit, and how hard to press ranks that must end."""
 
     def __init__(self, run: RunDirectory, *, settings: JobSettings, timeout_seconds: float) -> None:
@@ -169,13 +169,13 @@ class _Watch:
         self._beat_at = self._started
         self._stop: StopReason | None = None
         self._force = Force.NONE
-        self._press_at = float("inf")
+        self._escalate_at = float("inf")
         self._counters = OomCounters()
-        self._counters.look(["self"])
+        self._counters.track(["self"])
 
-    def look(self, process: subprocess.Popen[bytes]) -> None:
+    def note_cgroups(self, process: subprocess.Popen[bytes]) -> None:
         """Note the memory cgroups of the ranks while they live."""
-        self._counters.look(member.pid for member in family(process))
+        self._counters.track(member.pid for member in process_tree(process))
 
     def is_beat_due(self) -> bool:
         if time.monotonic() < self._beat_at:
@@ -183,41 +183,41 @@ class _Watch:
         self._beat_at = time.monotonic() + self._settings.heartbeat_seconds
         return True
 
-    def answer(self, beat: HeartbeatReply) -> HeartbeatReply:
+    def handle_reply(self, beat: HeartbeatReply) -> HeartbeatReply:
         """Act on the database's answer to a heartbeat."""
         if beat is HeartbeatReply.CANCEL:
-            self.ask("cancelled")
+            self.request_stop("cancelled")
         return beat
 
-    def ask(self, reason: StopReason) -> None:
+    def request_stop(self, reason: StopReason) -> None:
         """Ask the ranks, once, to save and leave; a cancellation outdoes a shutdown's request."""
         if self._stop == reason or self._stop in ("cancelled", "timed_out"):
             return
         if self._stop is None:
             write_json(self._run.stop, StopRequest(reason=reason))
-            self._press_at = time.monotonic() + self._settings.stop_grace_seconds
+            self._escalate_at = time.monotonic() + self._settings.stop_grace_seconds
         self._stop = reason
         log.info("stop_requested", run=str(self._run.path), reason=reason)
 
-    def press(self, process: subprocess.Popen[bytes]) -> None:
+    def escalate(self, process: subprocess.Popen[bytes]) -> None:
         """Go one step further with ranks that do not end in the time they were given."""
         now = time.monotonic()
         if now > self._timeout_at:
             self._timeout_at = float("inf")
-            self.ask("timed_out")
-        if now < self._press_at:
+            self.request_stop("timed_out")
+        if now < self._escalate_at:
             return
         if self._force is Force.NONE:
             self._force = Force.TERMINATED
-            self._press_at = now + _TERMINATE_SECONDS
+            self._escalate_at = now + _TERMINATE_SECONDS
             process.terminate()
         else:
             self._force = Force.KILLED
-            self._press_at = float("inf")
-            kill_all(family(process))
+            self._escalate_at = float("inf")
+            kill_all(process_tree(process))
 
-    def ending(self, exit_code: int) -> Ending:
-        return Ending(
+    def result(self, exit_code: int) -> RunExit:
+        return RunExit(
             exit_code=exit_code,
             stop=self._stop,
             force=self._force,

@@ -10,11 +10,11 @@ from pathlib import Path
 from services.shared.jobs.spec import Resources
 from services.shared.launch.devices import (
     DeviceKind,
-    allowed_nodes,
-    cores,
-    kind_of,
+    allowed_numa_nodes,
+    device_kind,
+    num_cores,
+    numa_binding_unsupported_reason,
     numa_nodes,
-    why_not_bind,
 )
 from services.shared.launch.processes import NUMA_NODES, RUN_MARK, guarded
 
@@ -46,7 +46,7 @@ def plan_launch(
     Each rank runs behind the guard: it dies with torchrun even when that is killed, and is bound to
     the NUMA node of its card where numactl may be used.
     """
-    kind = kind_of(resources.device)
+    kind = device_kind(resources.device)
     nodes, warnings = _bindings(kind, resources)
     rank = guarded([sys.executable, "-u", "-m", module, str(run_dir)])
     command = [
@@ -71,14 +71,14 @@ def rank_environment(
 
     What the operator has set is kept, except what is known to break the device's start.
     """
-    kind = kind_of(resources.device)
+    kind = device_kind(resources.device)
     env = {name: value for name, value in environment.items() if name not in _KEPT_FROM_RANKS}
     env.update(PYTHONFAULTHANDLER="1")
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.setdefault("HF_HUB_OFFLINE", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     busy_host = kind is DeviceKind.CPU or offloads
-    threads = max(1, cores() // resources.ranks) if busy_host else 1
+    threads = max(1, num_cores() // resources.ranks) if busy_host else 1
     env.setdefault("OMP_NUM_THREADS", str(threads))
     _select_devices(env, kind, resources.visible_devices)
     if kind in (DeviceKind.DCU, DeviceKind.ROCM):
@@ -133,7 +133,7 @@ def _bindings(kind: DeviceKind, resources: Resources) -> tuple[list[str], list[s
     """Return the NUMA node of each local rank ('' for none), and why there is none."""
     if kind in (DeviceKind.CPU, DeviceKind.NPU):
         return [], []
-    obstacle = why_not_bind()
+    obstacle = numa_binding_unsupported_reason()
     if obstacle is not None:
         return [], [f"Ranks are not bound to NUMA nodes: {obstacle}."]
     known = numa_nodes(kind)
@@ -141,6 +141,6 @@ def _bindings(kind: DeviceKind, resources: Resources) -> tuple[list[str], list[s
         return [], ["Ranks are not bound to NUMA nodes: the vendor's tool does not tell them."]
     # Local rank k may be card 4: a subset of the cards is renumbered.
     cards = resources.visible_devices or list(range(resources.ranks))
-    usable = allowed_nodes()
+    usable = allowed_numa_nodes()
     nodes = [known.get(card) for card in cards]
     return [str(node) if node in usable else "" for node in nodes], []

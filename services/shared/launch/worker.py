@@ -55,9 +55,12 @@ def serve(queue: str, *, module: str) -> None:
 
     worker_shutting_down.connect(note_shutdown, weak=False)
     worker_ready.connect(note_ready, weak=False)
-    register(app, store=store, module=module, worker=worker, stopping=stopping.is_set)
+    register_task(app, store=store, module=module, worker=worker, stopping=stopping.is_set)
     sweeper = threading.Thread(
-        target=_sweep_until, args=(stopping,), kwargs={"app": app, "store": store}, daemon=True
+        target=sweep_periodically,
+        args=(stopping,),
+        kwargs={"app": app, "store": store},
+        daemon=True,
     )
     sweeper.start()
     arguments = ["worker", "--queues", queue, "--pool", "solo", "--concurrency", "1"]
@@ -79,7 +82,7 @@ def _configure_logs() -> None:
     )
 
 
-def register(
+def register_task(
     app: Celery, *, store: Store, module: str, worker: str, stopping: Callable[[], bool]
 ) -> None:
     """Make the application know the one task there is."""
@@ -97,7 +100,7 @@ def register(
     app.task(name=TASK)(run)
 
 
-def _sweep_until(stopping: threading.Event, *, app: Celery, store: Store) -> None:
+def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) -> None:
     """Look for lost jobs and messages every `sweep_seconds`, and for leftovers now and then.
 
     Leases that ran out while the database was away are no sign of death: their workers could not renew

@@ -16,10 +16,10 @@ from services.shared.memory.recipe import Engine
 from services.shared.model.classifier import build_classifier
 from services.shared.model.tokens import load_tokenizer, read_rows, train_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
-from services.shared.training.sharding.shard import Sharded, parameter_dtype, shard
+from services.shared.training.sharding.shard import Sharded, parameter_dtype, shard_classifier
 
 
-def chosen_recipe(task: RunInput) -> Recipe:
+def resolved_recipe(task: RunInput) -> Recipe:
     """Return the recipe with `auto` resolved by whoever planned the job."""
     if task.recipe:
         return Recipe.model_validate(task.recipe)
@@ -41,7 +41,7 @@ def inference_recipe(recipe: Recipe) -> Recipe:
     )
 
 
-def trained_tokenizer(
+def train_shared_tokenizer(
     run: RunDirectory, task: RunInput, wanted: TrainedTokenizer, world: World
 ) -> PreTrainedTokenizerBase:
     """Return a tokenizer that rank 0 trains on the training texts."""
@@ -92,4 +92,4 @@ def shard_model(
             )
             for layer, width in (projections or {}).items():
                 classifier.add_projections([layer], width)
-        return shard(classifier, recipe, world, engine=engine)
+        return shard_classifier(classifier, recipe, world, engine=engine)

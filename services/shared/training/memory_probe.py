@@ -80,7 +80,7 @@ class MemoryProbe:
                 device_total_bytes=torch.cuda.mem_get_info()[1],
                 basis="allocator",
             )
-        held = storage_bytes(self._walked())
+        held = storage_bytes(self._counted_tensors())
         return MemoryRecord(
             **shared,
             allocated_bytes=held,
@@ -88,11 +88,11 @@ class MemoryProbe:
             basis="live parameters, gradients and optimizer state; no activations or temporaries",
         )
 
-    def _walked(self) -> Iterator[Tensor]:
+    def _counted_tensors(self) -> Iterator[Tensor]:
         if self._sharded is not None:
-            for piece in self._sharded.pieces:
-                yield piece.local
-                gradient = piece.gradient()
+            for shard in self._sharded.shards:
+                yield shard.local
+                gradient = shard.gradient()
                 if gradient is not None:
                     yield gradient
         if self._optimizer is not None:
@@ -106,23 +106,23 @@ class MemoryProbe:
         """
         self.watch(sharded, None)
         record = self.measure("wrap")
-        observed = observe(sharded, self._world) | {
+        observed = observe_sharding(sharded, self._world) | {
             "basis": record.basis,
             "allocated_bytes": record.allocated_bytes,
             "reserved_bytes": record.reserved_bytes,
         }
         record.observed = observed
         append_record(self._file, record)
-        faults = _faults(observed, sharded, allocated=record.allocated_bytes)
+        faults = _sharding_faults(observed, sharded, allocated=record.allocated_bytes)
         covered = self._world.sum(
-            [float(len(faults))] + [float(piece.stop - piece.start) for piece in sharded.pieces]
+            [float(len(faults))] + [float(shard.stop - shard.start) for shard in sharded.shards]
         )
         copies = self._world.size if sharded.replicated else 1
-        for piece, held in zip(sharded.pieces, covered[1:], strict=True):
-            if held != piece.num_elements * copies:
+        for shard, held in zip(sharded.shards, covered[1:], strict=True):
+            if held != shard.num_elements * copies:
                 faults.append(
-                    f"the ranks together hold {held:.0f} elements of {piece.name}, "
-                    f"not {piece.num_elements * copies}"
+                    f"the ranks together hold {held:.0f} elements of {shard.name}, "
+                    f"not {shard.num_elements * copies}"
                 )
                 break
         if faults or covered[0]:
@@ -130,9 +130,9 @@ class MemoryProbe:
             raise RunFailed(Reason.NOT_SHARDED, f"Stopped before the first step: {told}.")
 
 
-def observe(sharded: Sharded, world: World) -> dict[str, Any]:
+def observe_sharding(sharded: Sharded, world: World) -> dict[str, Any]:
     """Return what this rank holds after wrapping, against what the plan expects of it."""
-    parameters = [piece.local for piece in sharded.pieces]
+    parameters = [shard.local for shard in sharded.shards]
     item = parameters[0].dtype.itemsize
     return {
         "engine": str(sharded.engine),
@@ -158,7 +158,7 @@ def _live_units(sharded: Sharded) -> int:
     return count
 
 
-def _faults(observed: dict[str, Any], sharded: Sharded, *, allocated: int) -> list[str]:
+def _sharding_faults(observed: dict[str, Any], sharded: Sharded, *, allocated: int) -> list[str]:
     faults = []
     if observed["sharded_units"] != observed["expected_units"]:
         faults.append(
@@ -167,12 +167,12 @@ def _faults(observed: dict[str, Any], sharded: Sharded, *, allocated: int) -> li
         )
     held, expected = observed["local_parameter_bytes"], observed["expected_local_parameter_bytes"]
     # Each unit's storage may be padded to a multiple of the ranks, and to an allocator block.
-    slack = len(sharded.pieces) * 512
+    slack = len(sharded.shards) * 512
     if held > expected + slack:
         faults.append(f"this rank holds {held} bytes of parameters, {expected} planned")
     if len(observed["parameter_dtypes"]) != 1:
         faults.append(f"parameters have several types: {', '.join(observed['parameter_dtypes'])}")
-    if sharded.pieces[0].local.device.type == "cuda":
+    if sharded.shards[0].local.device.type == "cuda":
         limit = expected + observed["largest_unit_bytes"] + slack
         if allocated > limit:
             faults.append(

@@ -42,8 +42,8 @@ from services.shared.jobs.state import Reason
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 STOP_REASONS = ("cancelled", "handed_back", "timed_out")
 # Freed when a rank fails for want of host memory, so that it can still say so.
-BALLAST_BYTES = 4 * 2**20
-DISK_BALLAST_BYTES = 2**18  # a failure with its traceback, in our file and in torch elastic's
+RESERVE_MEMORY_BYTES = 4 * 2**20
+RESERVE_DISK_BYTES = 2**18  # a failure with its traceback, in our file and in torch elastic's
 
 
 class RunFailed(Exception):
@@ -127,7 +127,7 @@ def fail_with(reason: Reason) -> Iterator[None]:
         raise RunFailed(reason, str(error)) from error
 
 
-def read_task(run: RunDirectory) -> RunInput:
+def read_run_input(run: RunDirectory) -> RunInput:
     """Read what the worker wants done. Raises RunFailed(BAD_SPEC)."""
     try:
         return RunInput.model_validate_json(run.spec.read_bytes())
@@ -188,18 +188,18 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed((seed * 1_000_003 + step * 8_191 + rank) % 2**63)
 
 
-class _Ballast:
+class _EmergencyReserve:
     """Host memory and disk held back, so that a rank which lacks either can still say so."""
 
     def __init__(self, directory: Path) -> None:
-        self._memory = bytearray(BALLAST_BYTES)
+        self._memory = bytearray(RESERVE_MEMORY_BYTES)
         self._file: IO[bytes] | None = None
         with suppress(OSError):  # no room even now: whatever fails next tells
             # Nameless: the kernel frees it with this process, however that ends.
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
-            self._file.write(bytes(DISK_BALLAST_BYTES))
+            self._file.write(bytes(RESERVE_DISK_BYTES))
 
-    def drop(self) -> None:
+    def release(self) -> None:
         self._memory = bytearray()
         if self._file is not None:
             with suppress(OSError):
@@ -207,27 +207,29 @@ class _Ballast:
 
 
 @contextmanager
-def failures_reported(run: RunDirectory, position: Position) -> Iterator[None]:
+def report_failures(run: RunDirectory, position: Position) -> Iterator[None]:
     """Write why this rank fails, then let the error go on; the boundary of a rank's process."""
     rank = int(os.environ.get("RANK", "0"))
     handler = ErrorHandler()
     handler.initialize()
-    ballast = _Ballast(run.path)
+    reserve = _EmergencyReserve(run.path)
     try:
         yield
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        ballast.drop()
+        reserve.release()
         try:
-            write_json(run.failure_file(rank), describe(error, rank=rank, position=position))
+            write_json(
+                run.failure_file(rank), describe_failure(error, rank=rank, position=position)
+            )
         finally:
             handler.record_exception(error)
         raise
-    ballast.drop()
+    reserve.release()
 
 
-def describe(error: BaseException, *, rank: int, position: Position) -> Failure:
+def describe_failure(error: BaseException, *, rank: int, position: Position) -> Failure:
     """Return what is known of an error as this rank saw it."""
     message = str(error) or type(error).__name__
     return Failure(

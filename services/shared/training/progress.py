@@ -31,7 +31,7 @@ class Progress:
         self._file = run.progress if world.is_first else None
         self._position = position
         self._phase = Phase.LOADING
-        self._told = 0.0
+        self._last_written = 0.0
         self._seconds_per_step: float | None = None
         self._tokens_per_second: float | None = None
 
@@ -39,7 +39,7 @@ class Progress:
         """Say what the ranks do next, and after which finished step where that is news."""
         self._phase = phase
         self._position.phase = _PLAN_PHASES.get(phase, str(phase))
-        self._tell(ProgressRecord(time=time.time(), phase=phase, message=message, step=step))
+        self._append(ProgressRecord(time=time.time(), phase=phase, message=message, step=step))
 
     def step(
         self,
@@ -57,9 +57,9 @@ class Progress:
         self._seconds_per_step = _average(self._seconds_per_step, seconds, step)
         self._tokens_per_second = _average(self._tokens_per_second, tokens / seconds, step)
         now = time.time()
-        if now - self._told < EVERY_SECONDS and step not in (1, total):
+        if now - self._last_written < EVERY_SECONDS and step not in (1, total):
             return
-        self._tell(
+        self._append(
             ProgressRecord(
                 time=now,
                 phase=self._phase,
@@ -76,7 +76,7 @@ class Progress:
 
     def evaluation(self, metrics: dict[str, Any], *, step: int, total: int, epoch: float) -> None:
         """Report the metrics of one evaluation."""
-        self._tell(
+        self._append(
             ProgressRecord(
                 time=time.time(),
                 phase=self._phase,
@@ -87,10 +87,10 @@ class Progress:
             )
         )
 
-    def _tell(self, record: ProgressRecord) -> None:
+    def _append(self, record: ProgressRecord) -> None:
         if self._file is not None:
             append_record(self._file, record)
-            self._told = record.time
+            self._last_written = record.time
 
 
 def _average(old: float | None, new: float, step: int) -> float:

@@ -8,7 +8,7 @@ from services.shared.jobs.outcome import End
 from services.shared.jobs.run_directory import Failure, Report, RunDirectory, write_json
 from services.shared.jobs.state import Reason
 from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause, reach_verdict
-from services.shared.launch.supervise import Ending, Force
+from services.shared.launch.supervise import Force, RunExit
 
 SUMMARY = """some output of rank 0
 ============================================================
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def _judge(
     run: RunDirectory,
-    ending: Ending,
+    ending: RunExit,
     *,
     may_retry: bool = False,
     found: MemoryFailure = MemoryFailure(None, {}),
@@ -63,12 +63,12 @@ def _report(run: RunDirectory, **fields: Any) -> None:
 
 def test_a_report_of_success_is_a_success(run: RunDirectory) -> None:
     _report(run, outcome="succeeded", steps=9)
-    outcome = _judge(run, Ending(exit_code=0))
+    outcome = _judge(run, RunExit(exit_code=0))
     assert (outcome.end, outcome.reason, outcome.report.steps) == (End.SUCCEEDED, None, 9)
 
 
 def test_exit_code_zero_without_a_report_is_no_success(run: RunDirectory) -> None:
-    assert _judge(run, Ending(exit_code=0)).end is End.FAILED
+    assert _judge(run, RunExit(exit_code=0)).end is End.FAILED
 
 
 @pytest.mark.parametrize(
@@ -87,25 +87,25 @@ def test_ranks_that_stop_on_request_end_as_asked(
         _report(run, outcome="stopped", stop_reason=stop)
     else:  # nothing was saved, and SIGTERM may make ranks fail in their own words
         _fail(run, 0, Reason.CRASHED, time=1)
-    outcome = _judge(run, Ending(exit_code=-15, stop=stop, force=force))
+    outcome = _judge(run, RunExit(exit_code=-15, stop=stop, force=force))
     assert (outcome.end, outcome.reason) == (end, reason)
 
 
 def test_success_reached_before_the_stop_was_noticed_is_kept(run: RunDirectory) -> None:
     _report(run, outcome="succeeded")
-    assert _judge(run, Ending(exit_code=0, stop="cancelled")).end is End.SUCCEEDED
+    assert _judge(run, RunExit(exit_code=0, stop="cancelled")).end is End.SUCCEEDED
 
 
 def test_ranks_told_to_stop_by_a_signal_of_their_own_are_handed_back(run: RunDirectory) -> None:
     _report(run, outcome="stopped", stop_reason="handed_back")
-    assert _judge(run, Ending(exit_code=0)).end is End.HANDED_BACK
+    assert _judge(run, RunExit(exit_code=0)).end is End.HANDED_BACK
 
 
 def test_a_collective_time_out_is_the_echo_of_the_rank_that_failed(run: RunDirectory) -> None:
     _fail(run, 0, Reason.COLLECTIVE_TIMEOUT, time=1)  # clocks and writes may be out of order
     _fail(run, 2, Reason.DEVICE_OUT_OF_MEMORY, time=2, message="HIP out of memory")
     _fail(run, 1, Reason.COLLECTIVE_TIMEOUT, time=3)
-    outcome = _judge(run, Ending(exit_code=1))
+    outcome = _judge(run, RunExit(exit_code=1))
     assert (outcome.reason, outcome.failed_rank) == (Reason.DEVICE_OUT_OF_MEMORY, 2)
     assert outcome.message == "HIP out of memory"
 
@@ -113,14 +113,14 @@ def test_a_collective_time_out_is_the_echo_of_the_rank_that_failed(run: RunDirec
 def test_of_several_failures_the_first_is_blamed(run: RunDirectory) -> None:
     _fail(run, 0, Reason.CRASHED, time=2)
     _fail(run, 1, Reason.NON_FINITE_LOSS, time=1)
-    outcome = _judge(run, Ending(exit_code=1))
+    outcome = _judge(run, RunExit(exit_code=1))
     assert (outcome.reason, outcome.failed_rank) == (Reason.NON_FINITE_LOSS, 1)
 
 
 def test_time_outs_everywhere_and_no_dead_rank_are_a_time_out(run: RunDirectory) -> None:
     _fail(run, 0, Reason.COLLECTIVE_TIMEOUT, time=2)
     _fail(run, 1, Reason.COLLECTIVE_TIMEOUT, time=1)
-    outcome = _judge(run, Ending(exit_code=1))
+    outcome = _judge(run, RunExit(exit_code=1))
     assert (outcome.reason, outcome.failed_rank) == (Reason.COLLECTIVE_TIMEOUT, 1)
 
 
@@ -137,7 +137,7 @@ def test_a_rank_killed_without_a_word_is_blamed_by_the_kernels_counter(
 ) -> None:
     _fail(run, 0, Reason.COLLECTIVE_TIMEOUT, time=1)
     run.log.write_text(SUMMARY.format(exit_code=-9))
-    outcome = _judge(run, Ending(exit_code=1, oom_killed=counted))
+    outcome = _judge(run, RunExit(exit_code=1, oom_killed=counted))
     assert (outcome.reason, outcome.failed_rank) == (reason, 3)
 
 
@@ -148,18 +148,18 @@ def test_a_kill_from_outside_gives_the_job_another_attempt(
 ) -> None:
     if exit_code == 1:  # a rank was killed, not torchrun
         run.log.write_text(SUMMARY.format(exit_code=-9))
-    outcome = _judge(run, Ending(exit_code=exit_code, oom_killed=counted))
+    outcome = _judge(run, RunExit(exit_code=exit_code, oom_killed=counted))
     assert (outcome.end, outcome.recipe_changes) == (end, {})
 
 
 def test_torchrun_itself_killed_by_the_kernel_is_host_memory(run: RunDirectory) -> None:
-    outcome = _judge(run, Ending(exit_code=-9, oom_killed=True))
+    outcome = _judge(run, RunExit(exit_code=-9, oom_killed=True))
     assert (outcome.reason, outcome.failed_rank) == (Reason.HOST_OUT_OF_MEMORY, None)
 
 
 def test_a_segmentation_fault_names_rank_and_signal(run: RunDirectory) -> None:
     run.log.write_text(SUMMARY.format(exit_code=-11))
-    outcome = _judge(run, Ending(exit_code=1))
+    outcome = _judge(run, RunExit(exit_code=1))
     assert (outcome.reason, outcome.failed_rank) == (Reason.CRASHED, 3)
     assert "SIGSEGV" in outcome.message
 
@@ -171,13 +171,13 @@ def test_the_elastic_error_file_speaks_for_a_rank_without_a_failure_file(run: Ru
     error.parent.mkdir(parents=True)
     text = "Traceback ...\nRuntimeError: what the rank said"
     error.write_text(json.dumps({"message": {"message": "m", "extraInfo": {"py_callstack": text}}}))
-    outcome = _judge(run, Ending(exit_code=1))
+    outcome = _judge(run, RunExit(exit_code=1))
     assert (outcome.reason, outcome.message) == (Reason.CRASHED, "RuntimeError: what the rank said")
 
 
 def test_ranks_that_never_started_are_a_failed_launch(run: RunDirectory) -> None:
     run.log.write_text("Traceback:\nModuleNotFoundError: No module named 'services.nowhere'\n")
-    outcome = _judge(run, Ending(exit_code=1))
+    outcome = _judge(run, RunExit(exit_code=1))
     assert outcome.reason is Reason.LAUNCH_FAILED
     assert "No module named 'services.nowhere'" in outcome.message
 
@@ -194,7 +194,7 @@ def test_memory_failures_and_no_others_are_examined(run: RunDirectory, reason: R
         asked.append(cause)
         return MemoryFailure({"cause": "capacity"}, {})
 
-    outcome = reach_verdict(run, Ending(exit_code=1), examine=examine, may_retry=False)
+    outcome = reach_verdict(run, RunExit(exit_code=1), examine=examine, may_retry=False)
     assert bool(asked) is (reason in MEMORY)
     assert (outcome.diagnosis is not None) is (reason in MEMORY)
 
@@ -214,7 +214,7 @@ def test_a_remedy_that_fits_gives_another_attempt_to_a_job_that_asked_for_it(
 ) -> None:
     _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
     found = MemoryFailure({"cause": "capacity"}, changes, {"verdict": "fits"} if changes else None)
-    outcome = _judge(run, Ending(exit_code=1, stop=stop), may_retry=may_retry, found=found)
+    outcome = _judge(run, RunExit(exit_code=1, stop=stop), may_retry=may_retry, found=found)
     assert outcome.end is end
     assert outcome.recipe_changes == (changes if end is End.RETRY else {})
     assert outcome.plan == (found.plan if end is End.RETRY else None)
@@ -225,13 +225,13 @@ def test_a_teacher_that_the_plan_moves_is_a_remedy_without_a_change_of_the_recip
 ) -> None:
     _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
     found = MemoryFailure({"cause": "capacity"}, {}, {"teacher_placement": "sharded"})
-    outcome = _judge(run, Ending(exit_code=1), may_retry=True, found=found)
+    outcome = _judge(run, RunExit(exit_code=1), may_retry=True, found=found)
     assert (outcome.end, outcome.plan) == (End.RETRY, found.plan)
 
 
 def test_what_the_failed_rank_said_is_kept_with_the_outcome(run: RunDirectory) -> None:
     _fail(run, 1, Reason.DEVICE_OUT_OF_MEMORY, time=1, message="HIP out of memory")
-    failure = _judge(run, Ending(exit_code=1)).failure
+    failure = _judge(run, RunExit(exit_code=1)).failure
     assert (failure["rank"], failure["phase"], failure["step"]) == (1, "backward", 3)
     assert failure["message"] == "HIP out of memory"
 
@@ -246,6 +246,6 @@ def test_peaks_and_the_probes_findings_are_kept_by_rank_whatever_the_end(
         {"time": 3, "phase": "forward", "allocated_bytes": 5, "peak_allocated_bytes": 8},
     ]
     run.memory_file(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
-    outcome = _judge(run, Ending(exit_code=1))
+    outcome = _judge(run, RunExit(exit_code=1))
     assert outcome.measured == {"1": {"wrap": 5, "forward": 9}}
     assert outcome.observed == {"1": {"sharded_units": 4}}

@@ -38,7 +38,7 @@ def _machine(
         root=root,
         env=env or {},
         packages=DAS if packages is None else packages,
-        ask=lambda command: answers.get(command[0], ""),
+        run_tool=lambda command: answers.get(command[0], ""),
     )
 
 
@@ -220,7 +220,7 @@ def test_every_fault_comes_with_a_remedy(kind: DeviceKind, tmp_path: Path) -> No
 
 
 def test_this_machine_is_examined_with_torch_in_a_process_of_its_own() -> None:
-    machine = Machine.here()
+    machine = Machine.detect()
     findings, measured = examine(machine)
     document: dict[str, Any] = json.loads(json.dumps(to_json(machine, findings, measured)))
     by_name = {check["name"]: check for check in document["checks"]}

@@ -15,7 +15,7 @@ SIZE = 3 * BLOCK + 41
 
 
 @dataclass
-class FakePiece:
+class FakeShard:
     name: str
     local: Tensor
     grad: Tensor | None = None
@@ -68,14 +68,14 @@ def test_zeros_stay_zeros():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_follow_adamw_whose_moments_are_rounded_between_steps(dtype):
     weights = draw(1).to(dtype)
-    piece = FakePiece("w", weights.clone())
-    rule = AdamW8Bit([Group([piece], 0.1)], seed=0, rank=0)
+    shard = FakeShard("w", weights.clone())
+    rule = AdamW8Bit([Group([shard], 0.1)], seed=0, rank=0)
     expected = weights.double()
     moments = [torch.zeros(SIZE), torch.zeros(SIZE)]
     for step in range(5):
         g = draw(step + 10).to(dtype)
-        piece.grad = g
-        rule.apply([piece], 1e-2, step)
+        shard.grad = g
+        rule.apply([shard], 1e-2, step)
         mean = 0.9 * moments[0] + 0.1 * g.float()
         square = 0.999 * moments[1] + 0.001 * g.float() ** 2
         for i, exact in enumerate((mean, square)):
@@ -85,15 +85,15 @@ def test_steps_follow_adamw_whose_moments_are_rounded_between_steps(dtype):
         corrected = (square / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8
         expected -= 1e-2 * (mean / (1 - 0.9 ** (step + 1))) / corrected
     allowed = 1e-5 if dtype == torch.float32 else 0.05
-    assert torch.allclose(piece.local.double(), expected, rtol=allowed, atol=allowed)
+    assert torch.allclose(shard.local.double(), expected, rtol=allowed, atol=allowed)
     assert not torch.allclose(weights.double(), expected, rtol=0.02, atol=0.02)
 
 
 def test_state_that_was_cut_elsewhere_is_encoded_anew():
-    piece = FakePiece("w", draw(1))
-    rule = AdamW8Bit([Group([piece], 0.0)], seed=0, rank=0)
-    piece.grad = draw(2)
-    rule.apply([piece], 1e-2, 0)
+    shard = FakeShard("w", draw(1))
+    rule = AdamW8Bit([Group([shard], 0.0)], seed=0, rank=0)
+    shard.grad = draw(2)
+    rule.apply([shard], 1e-2, 0)
     state = rule.state()["w"]
     saved = {
         key: value.repeat_interleave(BLOCK)[:SIZE] if "scale" in key else value.clone()
@@ -117,10 +117,10 @@ def test_a_piece_of_several_chunks_is_updated_as_one(monkeypatch: pytest.MonkeyP
     found = []
     for chunk in (AdamW8Bit.chunk_elements, 2 * BLOCK):
         monkeypatch.setattr(AdamW8Bit, "chunk_elements", chunk)
-        piece = FakePiece("w", draw(1))
-        rule = AdamW8Bit([Group([piece], 0.1)], seed=0, rank=0)
+        shard = FakeShard("w", draw(1))
+        rule = AdamW8Bit([Group([shard], 0.1)], seed=0, rank=0)
         for step in range(3):
-            piece.grad = draw(step + 10)
-            rule.apply([piece], 1e-2, step)
-        found.append([piece.local, *rule.state()["w"].values()])
+            shard.grad = draw(step + 10)
+            rule.apply([shard], 1e-2, step)
+        found.append([shard.local, *rule.state()["w"].values()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

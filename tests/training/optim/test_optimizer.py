@@ -9,7 +9,7 @@ import torch
 
 from services.shared.jobs.spec import Training
 from services.shared.training.optim.optimizer import learning_rate
-from services.shared.training.optim.stochastic_rounding import Dice, round_into
+from services.shared.training.optim.stochastic_rounding import SeededGenerators, round_into
 
 RULES = ["adamw fused", "adamw foreach", "adamw on host", "sgd", "adafactor"]
 CASES = [f"{e} {s} {p}" for e in ("fsdp1", "fsdp2") for s in ("full", "none") for p in (1, 2)]
@@ -49,7 +49,7 @@ def test_two_8_bit_moments_take_little_more_than_two_bytes(measured, engine):
     found = measured("small_state_learns_like_fp32")[f"{engine} adamw_8bit"]
     assert found["parameters"] == ["torch.float32"]
     assert found["state"] == ["torch.float32", "torch.uint8"]  # scales and codes
-    # 8/256 of a byte for scales, more where a small piece does not fill its last block.
+    # 8/256 of a byte for scales, more where a small shard does not fill its last block.
     assert 2 < found["state_bytes"] / found["elements"] < 2.1
 
 
@@ -88,7 +88,7 @@ def test_stochastic_rounding_keeps_the_mean():
     # Above 1 two bfloat16 values are 2^-7 apart: this one lies an eighth of the way between them.
     values = torch.full((200_000,), 1 + 2**-10)
     target = torch.empty_like(values, dtype=torch.bfloat16)
-    round_into(target, values, Dice(seed=0, rank=0).thrown(values.device, "x"))
+    round_into(target, values, SeededGenerators(seed=0, rank=0).for_label(values.device, "x"))
     assert set(target.float().unique().tolist()) == {1.0, 1 + 2**-7}
     # The share rounded up is 1/8 with a standard error of 0.0007.
     assert target.float().mean().item() == pytest.approx(1 + 2**-10, abs=4 * 0.0008 * 2**-7)
@@ -97,7 +97,7 @@ def test_stochastic_rounding_keeps_the_mean():
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.0, -1.5])
 def test_stochastic_rounding_leaves_what_needs_none(value):
     target = torch.empty(64, dtype=torch.bfloat16)
-    generator = Dice(seed=0, rank=0).thrown(target.device, "x")
+    generator = SeededGenerators(seed=0, rank=0).for_label(target.device, "x")
     round_into(target, torch.full((64,), value), generator)
     assert torch.equal(
         target.float().nan_to_num(nan=9.0), torch.full((64,), value).nan_to_num(nan=9.0)
@@ -106,7 +106,7 @@ def test_stochastic_rounding_leaves_what_needs_none(value):
 
 def test_dice_fall_differently_by_label_and_alike_by_seed():
     def throw(label: str) -> torch.Tensor:
-        generator = Dice(seed=1, rank=0).thrown(torch.device("cpu"), label)
+        generator = SeededGenerators(seed=1, rank=0).for_label(torch.device("cpu"), label)
         return torch.rand(4, generator=generator)
 
     assert torch.equal(throw("a"), throw("a"))

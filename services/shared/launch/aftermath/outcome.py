@@ -24,7 +24,7 @@ from services.shared.launch.aftermath.torchelastic_report import (
     read_error_file,
     read_summary,
 )
-from services.shared.launch.supervise import Ending, Force, StopReason
+from services.shared.launch.supervise import Force, RunExit, StopReason
 
 _MEMORY_REASONS = frozenset(
     {Reason.DEVICE_OUT_OF_MEMORY, Reason.HOST_OUT_OF_MEMORY, Reason.NOT_SHARDED}
@@ -70,7 +70,7 @@ Examine = Callable[[RootCause], MemoryFailure]
 
 
 def reach_verdict(
-    run: RunDirectory, ending: Ending, *, examine: Examine, may_retry: bool
+    run: RunDirectory, ending: RunExit, *, examine: Examine, may_retry: bool
 ) -> Outcome:
     """Return how the attempt ended.
 
@@ -105,7 +105,7 @@ def reach_verdict(
     )
 
 
-def find_root_cause(run: RunDirectory, ending: Ending, failures: list[Failure]) -> RootCause:
+def find_root_cause(run: RunDirectory, ending: RunExit, failures: list[Failure]) -> RootCause:
     """Return the first failure that is no echo of another.
 
     A rank killed by SIGKILL leaves no file; the others then report only that a collective timed out
@@ -130,7 +130,7 @@ def find_root_cause(run: RunDirectory, ending: Ending, failures: list[Failure]) 
     return _cause_in_log(run, exits, ending)
 
 
-def _after_a_stop(ending: Ending, report: Report | None) -> Outcome | None:
+def _after_a_stop(ending: RunExit, report: Report | None) -> Outcome | None:
     """Return the outcome of ranks that left, or were made to leave, because they were asked to."""
     stopped = report is not None and report.outcome == "stopped"
     if not stopped and ending.stop is None:
@@ -167,7 +167,7 @@ def _end_of_failure(stop: StopReason | None, *, retry: bool) -> End:
     return End.RETRY if retry else End.FAILED
 
 
-def _cause_of_kill(rank: int | None, ending: Ending) -> RootCause:
+def _cause_of_kill(rank: int | None, ending: RunExit) -> RootCause:
     who = "torchrun" if rank is None else f"rank {rank}"
     if ending.oom_killed:
         return RootCause(
@@ -192,7 +192,7 @@ def _cause_of_signal(exit: RankExit) -> RootCause:
     )
 
 
-def _cause_in_log(run: RunDirectory, exits: list[RankExit], ending: Ending) -> RootCause:
+def _cause_in_log(run: RunDirectory, exits: list[RankExit], ending: RunExit) -> RootCause:
     """Return what can be said of ranks that wrote no failure file: the log has the last word."""
     rank = exits[0].rank if exits else None
     told = read_error_file(run.path / "torchrun", rank) if rank is not None else None

@@ -11,8 +11,8 @@ from services.shared.launch.devices import DeviceKind, first_json_object
 from services.shared.launch.doctor.machine import (
     Finding,
     Machine,
-    does_not_apply,
     failed,
+    not_applicable,
     numbers,
     ok,
     warning,
@@ -51,7 +51,7 @@ def check_devices(machine: Machine) -> list[Finding]:
 def _files(machine: Machine) -> Finding:
     name = "device files"
     if machine.kind is DeviceKind.CPU:
-        return does_not_apply(name, "neither /dev/kfd nor /dev/nvidiactl: this is a CPU machine")
+        return not_applicable(name, "neither /dev/kfd nor /dev/nvidiactl: this is a CPU machine")
     wanted = {
         DeviceKind.DCU: ["dev/kfd", "dev/dri"],
         DeviceKind.ROCM: ["dev/kfd", "dev/dri"],
@@ -75,15 +75,17 @@ def _files(machine: Machine) -> Finding:
 def _driver(machine: Machine) -> Finding:
     name = "driver"
     if machine.kind is DeviceKind.CUDA:
-        told = machine.ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-        return ok(name, f"NVIDIA {told.split()[0]}") if told.split() else _silent("nvidia-smi")
+        told = machine.run_tool(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        )
+        return ok(name, f"NVIDIA {told.split()[0]}") if told.split() else _no_output("nvidia-smi")
     if machine.kind is not DeviceKind.DCU:
-        return does_not_apply(name, "the crossing of driver and DTK is Hygon's")
-    told = machine.ask(["hy-smi", "--showdriverversion"])
+        return not_applicable(name, "the crossing of driver and DTK is Hygon's")
+    told = machine.run_tool(["hy-smi", "--showdriverversion"])
     found = re.search(r"Driver Version\W+(\d+\.\d+\.\d+)", told)
     dtk = machine.dtk_version()
     if found is None or dtk is None:
-        return _silent("hy-smi --showdriverversion") if dtk else _no_dtk(name)
+        return _no_output("hy-smi --showdriverversion") if dtk else _no_dtk(name)
     least = next((least for since, least in _LEAST_DRIVERS if numbers(dtk) >= since), ())
     if numbers(found.group(1)) < least:
         return failed(
@@ -94,7 +96,7 @@ def _driver(machine: Machine) -> Finding:
     return ok(name, f"driver {found.group(1)}, DTK {dtk}")
 
 
-def _silent(tool: str) -> Finding:
+def _no_output(tool: str) -> Finding:
     return warning("driver", f"{tool} says nothing", "Mount the driver's tools (/opt/hyhal).")
 
 
@@ -108,7 +110,7 @@ def _runtime(machine: Machine) -> Finding:
     """Without its directories, a DCU counts zero devices and says nothing."""
     name = "DTK environment"
     if machine.kind is not DeviceKind.DCU:
-        return does_not_apply(name, "DTK is Hygon's")
+        return not_applicable(name, "DTK is Hygon's")
     if not (machine.exists("opt/hyhal") or machine.exists("usr/local/hyhal")):
         return failed(
             name,
@@ -128,7 +130,7 @@ def _runtime(machine: Machine) -> Finding:
 def _selection(machine: Machine) -> Finding:
     name, env = "device selection", machine.env
     if machine.kind is DeviceKind.CPU:
-        return does_not_apply(name, "there is no device to select")
+        return not_applicable(name, "there is no device to select")
     if machine.kind is DeviceKind.DCU and {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"} <= set(
         env
     ):
@@ -150,7 +152,7 @@ def _selection(machine: Machine) -> Finding:
 def _fine_grain(machine: Machine) -> Finding:
     name = "fine-grained PCIe"
     if not machine.is_hip:
-        return does_not_apply(name, "HSA_FORCE_FINE_GRAIN_PCIE is for HIP devices")
+        return not_applicable(name, "HSA_FORCE_FINE_GRAIN_PCIE is for HIP devices")
     if machine.env.get("HSA_FORCE_FINE_GRAIN_PCIE", "1") != "1":
         return warning(
             name,
@@ -163,7 +165,7 @@ def _fine_grain(machine: Machine) -> Finding:
 def _allocator(machine: Machine) -> Finding:
     name = "allocator settings"
     if machine.kind is DeviceKind.CPU:
-        return does_not_apply(name, "the CPU has no caching allocator")
+        return not_applicable(name, "the CPU has no caching allocator")
     given = {n: machine.env[n] for n in _ALLOCATOR_NAMES if machine.env.get(n)}
     if len(set(given.values())) > 1:
         return warning(
@@ -203,7 +205,7 @@ def _debugging(machine: Machine) -> Finding:
 def _tuning(machine: Machine) -> Finding:
     name = "collective tuning"
     if machine.kind is DeviceKind.CPU:
-        return does_not_apply(name, "gloo takes none of it")
+        return not_applicable(name, "gloo takes none of it")
     preset = sorted(key for key in machine.env if key.startswith(("NCCL_", "RCCL_")))
     if machine.is_hip and preset:
         return warning(
@@ -219,7 +221,7 @@ def _idle(machine: Machine) -> Finding:
     name = "memory in use"
     used = _used_mib(machine)
     if machine.kind is DeviceKind.CPU:
-        return does_not_apply(name, "no device memory")
+        return not_applicable(name, "no device memory")
     if not used:
         return warning(name, "the vendor's tool does not tell", "Look at it by hand.")
     busy = {card: mib for card, mib in used.items() if mib > _IDLE_MIB}
@@ -235,7 +237,7 @@ def _idle(machine: Machine) -> Finding:
 
 def _used_mib(machine: Machine) -> dict[str, float]:
     if machine.kind is DeviceKind.CUDA:
-        table = machine.ask(
+        table = machine.run_tool(
             ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
         )
         rows = [line.split(",") for line in table.splitlines() if line.count(",") == 1]
@@ -243,7 +245,7 @@ def _used_mib(machine: Machine) -> dict[str, float]:
     if not machine.is_hip:
         return {}
     tool = "hy-smi" if machine.kind is DeviceKind.DCU else "rocm-smi"
-    return parse_used_memory(machine.ask([tool, "--showmeminfo", "vram", "--json"]))
+    return parse_used_memory(machine.run_tool([tool, "--showmeminfo", "vram", "--json"]))
 
 
 def parse_used_memory(text: str) -> dict[str, float]:
@@ -270,7 +272,7 @@ def _amount(key: str, value: Any) -> float | None:
 def _iommu(machine: Machine) -> Finding:
     name = "IOMMU"
     if machine.kind is not DeviceKind.DCU:
-        return does_not_apply(name, "a trouble of PCIe DCU cards")
+        return not_applicable(name, "a trouble of PCIe DCU cards")
     groups = machine.root / "sys/kernel/iommu_groups"
     translating = groups.is_dir() and any(groups.iterdir())
     if translating and "iommu=pt" not in machine.read("proc/cmdline"):
@@ -285,7 +287,7 @@ def _iommu(machine: Machine) -> Finding:
 def _kernel_cache(machine: Machine) -> Finding:
     name = "kernel cache"
     if not machine.is_hip:
-        return does_not_apply(name, "MIOpen's cache is for HIP devices")
+        return not_applicable(name, "MIOpen's cache is for HIP devices")
     path = machine.env.get("MIOPEN_USER_DB_PATH")
     if path is None:
         return warning(

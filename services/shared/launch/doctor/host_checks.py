@@ -6,12 +6,17 @@ import os
 import re
 import resource
 
-from services.shared.launch.devices import DeviceKind, allowed_nodes, cores, why_not_bind
+from services.shared.launch.devices import (
+    DeviceKind,
+    allowed_numa_nodes,
+    num_cores,
+    numa_binding_unsupported_reason,
+)
 from services.shared.launch.doctor.machine import (
     Finding,
     Machine,
-    does_not_apply,
     failed,
+    not_applicable,
     ok,
     warning,
 )
@@ -68,7 +73,7 @@ def _shared_memory(machine: Machine) -> Finding:
 def _locked_memory(machine: Machine) -> Finding:
     name = "locked memory"
     if machine.kind is DeviceKind.CPU:
-        return does_not_apply(name, "no accelerator pins host memory")
+        return not_applicable(name, "no accelerator pins host memory")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit != resource.RLIM_INFINITY:
         return warning(
@@ -89,7 +94,7 @@ def _core_dumps() -> Finding:
 def _map_count(machine: Machine) -> Finding:
     name = "memory maps"
     if not machine.is_hip:
-        return does_not_apply(name, "a limit that HIP devices meet")
+        return not_applicable(name, "a limit that HIP devices meet")
     text = machine.read("proc/sys/vm/max_map_count").strip()
     if text.isdigit() and int(text) < _LEAST_MAP_COUNT:
         return warning(
@@ -101,7 +106,7 @@ def _map_count(machine: Machine) -> Finding:
 
 
 def _processors(machine: Machine) -> Finding:
-    found = f"{cores()} cores for ranks"
+    found = f"{num_cores()} cores for ranks"
     model = re.search(r"^model name\s*:\s*(.+)$", machine.read("proc/cpuinfo"), re.MULTILINE)
     return ok("processors", f"{found}, {model.group(1)}" if model else found)
 
@@ -110,8 +115,8 @@ def _numa(machine: Machine) -> Finding:
     """Check whether ranks will be bound; the golden case met a missing numactl."""
     name = "numactl"
     if machine.kind is DeviceKind.CPU:
-        return does_not_apply(name, "ranks on the CPU are not bound to the nodes of cards")
-    obstacle = why_not_bind(machine.read("proc/self/status"))
+        return not_applicable(name, "ranks on the CPU are not bound to the nodes of cards")
+    obstacle = numa_binding_unsupported_reason(machine.read("proc/self/status"))
     if obstacle is not None:
         return warning(
             name,
@@ -119,14 +124,14 @@ def _numa(machine: Machine) -> Finding:
             "Install numactl and give the container SYS_NICE; training works without, somewhat "
             "slower on hosts with several NUMA nodes.",
         )
-    nodes = sorted(allowed_nodes(machine.read("proc/self/status")))
+    nodes = sorted(allowed_numa_nodes(machine.read("proc/self/status")))
     return ok(name, f"ranks are bound to the nodes of their cards, among {nodes}")
 
 
 def _oom_counter(machine: Machine) -> Finding:
     """A rank killed for memory leaves no word; only these counters tell it from any other kill."""
     counters = OomCounters(root=machine.root)
-    counters.look([os.getpid()])
+    counters.track([os.getpid()])
     if counters.killed() is None:
         return warning(
             "kernel kill counter",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
 
-from services.shared.launch.devices import DeviceKind, find_tool, kind_here
+from services.shared.launch.devices import DeviceKind, detect_device_kind, run_tool
 
 
 class Status(str, Enum):
@@ -47,22 +46,8 @@ def failed(name: str, detail: str, remedy: str) -> Finding:
     return Finding(name, Status.FAILED, detail, remedy)
 
 
-def does_not_apply(name: str, why: str) -> Finding:
+def not_applicable(name: str, why: str) -> Finding:
     return Finding(name, Status.NOT_APPLICABLE, f"does not apply here: {why}")
-
-
-def run_tool(command: list[str]) -> str:
-    """Return what a tool prints, or '' where it is missing, fails to start or does not end."""
-    path = find_tool(command[0])
-    if path is None:
-        return ""
-    try:
-        done = subprocess.run(
-            [path, *command[1:]], capture_output=True, text=True, check=False, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
 
 
 @dataclass(frozen=True)
@@ -73,11 +58,11 @@ class Machine:
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     packages: Mapping[str, str] = field(default_factory=lambda: installed())
-    ask: Callable[[list[str]], str] = run_tool
+    run_tool: Callable[[list[str]], str] = run_tool
 
     @classmethod
-    def here(cls) -> Machine:
-        return cls(kind=kind_here())
+    def detect(cls) -> Machine:
+        return cls(kind=detect_device_kind())
 
     @property
     def is_hip(self) -> bool:

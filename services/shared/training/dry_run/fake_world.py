@@ -50,36 +50,36 @@ def fake_world(ranks: int) -> Iterator[World]:
             ):
                 stack.enter_context(replaced(owner, name, value))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(_Answers())  # type: ignore[no-untyped-call]
-            stack.enter_context(_Lists())
+            stack.enter_context(_ScalarReads())  # type: ignore[no-untyped-call]
+            stack.enter_context(_ListReads())
             yield World(rank=0, size=ranks, device=torch.device("cpu"), stopping=stopping)
     finally:
         dist.destroy_process_group()
 
 
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ScalarReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers where code reads a value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _answer(args[0].dtype)
+            return _placeholder(args[0].dtype)
         if func is torch.ops.aten.equal.default:
             return False
         return func(*args, **(kwargs or {}))
 
 
-class _Lists(TorchFunctionMode):
+class _ListReads(TorchFunctionMode):
     """Answers where code reads a list of values, which torch does without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
             (values,) = args
             assert values.ndim == 1, values.shape
-            return [_answer(values.dtype)] * len(values)
+            return [_placeholder(values.dtype)] * len(values)
         return func(*args, **(kwargs or {}))
 
 
-def _answer(dtype: torch.dtype) -> Any:
+def _placeholder(dtype: torch.dtype) -> Any:
     if dtype == torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 1

@@ -81,7 +81,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._shapes_only:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-                    self._see(leaf, func)
+                    self._record(leaf, func)
         return result
 
     @contextmanager
@@ -106,7 +106,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 number[origin] += 1
         return [(origin, number[origin], size) for origin, size in total.most_common()]
 
-    def _see(self, tensor: Tensor, func: Any) -> None:
+    def _record(self, tensor: Tensor, func: Any) -> None:
         if tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
@@ -115,7 +115,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = str(tensor.dtype).removeprefix("torch.")
             phase = self._section.phase if self._section else "between"
             self._live[key] = (0, Origin(str(func), tuple(tensor.shape), dtype, phase))
-            weakref.finalize(storage, self._forget, key).atexit = False
+            weakref.finalize(storage, self._release, key).atexit = False
             self._resize(key, storage.nbytes())
 
     def _resize(self, key: int, size_bytes: int) -> None:
@@ -123,7 +123,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before, origin = self._live[key]
         size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         if size < before:
-            self._remember()
+            self._save_peak()
         self._live[key] = (size, origin)
         self.live_bytes += size - before
         if self._section is None:
@@ -135,11 +135,11 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.live_bytes > self._highest:
             self._highest, self._at_highest = self.live_bytes, None
 
-    def _forget(self, key: int) -> None:
-        self._remember()
+    def _release(self, key: int) -> None:
+        self._save_peak()
         self.live_bytes -= self._live.pop(key)[0]
 
-    def _remember(self) -> None:
+    def _save_peak(self) -> None:
         """Keep what is alive, if that is the highest yet: something is about to go."""
         if self._at_highest is None and self.live_bytes == self._highest:
             self._at_highest = dict(self._live)

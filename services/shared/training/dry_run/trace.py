@@ -41,7 +41,7 @@ from services.shared.training.dry_run.live_storage import LiveStorage, Origin, r
 from services.shared.training.job_setup import inference_recipe, shard_model
 from services.shared.training.optim.optimizer import Optimizer, build_optimizer, learning_rate
 from services.shared.training.process import StopWatch, World, leave, make_deterministic, seed_step
-from services.shared.training.sharding import shard as shard_room
+from services.shared.training.sharding import shard as shard_module
 from services.shared.training.sharding.load import initialise
 from services.shared.training.sharding.shard import DTYPES, Sharded, default_engine
 
@@ -108,7 +108,7 @@ def trace(request: TraceRequest) -> Trace:
         return _trace(request, world, prepare=None)
 
 
-def trace_really(requests: Sequence[TraceRequest]) -> list[Trace]:
+def trace_on_ranks(requests: Sequence[TraceRequest]) -> list[Trace]:
     """Return what this rank takes in real runs; torchrun's environment describes the ranks."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
@@ -141,7 +141,7 @@ def _trace(
     live = LiveStorage(real=prepare is not None)
     run = _Run(request, world, live, heads, _texts(request, heads, config.vocab_size))
     # A device mesh reads the ranks that it is made of, and stays on the host.
-    mesh = replaced(shard_room, "init_device_mesh", _outside(init_device_mesh))
+    mesh = replaced(shard_module, "init_device_mesh", _outside(init_device_mesh))
     with mesh, live.counting():
         with live.section("wrap"):
             sharded = shard_model(config, heads, request.recipe, world, engine=request.engine)
@@ -173,9 +173,9 @@ def _train(
         sharded.module.train()
         loss_sum = torch.zeros((), device=world.device)
         for part in range(request.accumulate):
-            batch = _arrived(run)
+            batch = _device_batch(run)
             with live.section("forward", step=number, micro_batch=part):
-                answers = None if teacher is None else _ask(teacher, batch)
+                answers = None if teacher is None else _teacher_logits(teacher, batch)
                 logits = sharded.module(batch.input_ids, batch.attention_mask)
                 loss = combined_loss(logits, batch.labels, run.heads, counts, None)
             optimizer.before_backward(
@@ -194,14 +194,14 @@ def _evaluate(run: _Run, sharded: Sharded) -> None:
     """Take one step of predictions.predict_split."""
     sharded.module.eval()
     with torch.no_grad():
-        batch = _arrived(run)
+        batch = _device_batch(run)
         with run.live.section("evaluation", step=run.request.steps):
             sharded.module(batch.input_ids, batch.attention_mask)
             sharded.reshard()
 
 
 @torch.no_grad()
-def _ask(teacher: Sharded | Classifier, batch: Batch) -> dict[str, Tensor]:
+def _teacher_logits(teacher: Sharded | Classifier, batch: Batch) -> dict[str, Tensor]:
     module = teacher.module if isinstance(teacher, Sharded) else teacher
     found: dict[str, Tensor] = module(batch.input_ids, batch.attention_mask)
     if isinstance(teacher, Sharded):
@@ -224,7 +224,7 @@ def _teacher(request: TraceRequest, world: World) -> Sharded | Classifier:
     return teacher
 
 
-def _arrived(run: _Run) -> Batch:
+def _device_batch(run: _Run) -> Batch:
     """Return a micro-batch on the device: on a CPU, copies of the host's tensors stand for it."""
     batch = collate(run.texts, range(run.request.micro_batch), PAD_ID).to(run.world.device)
     mask = batch.attention_mask
@@ -282,7 +282,7 @@ def _result(run: _Run, engine: Engine, *, real: bool, seconds: float) -> Trace:
             micro_batch=section.micro_batch,
             peak_bytes=peak.live_bytes,
             request_bytes=peak.request_bytes,
-            request=_words(peak.request) if peak.request else "",
+            request=_label(peak.request) if peak.request else "",
         )
         for section, peak in run.live.peaks.items()
     ]
@@ -295,13 +295,13 @@ def _result(run: _Run, engine: Engine, *, real: bool, seconds: float) -> Trace:
         peak_bytes=max(phase.peak_bytes for phase in phases),
         phases=phases,
         alive=[
-            Alive(what=_words(origin), since=origin.phase, count=count, size_bytes=size)
+            Alive(what=_label(origin), since=origin.phase, count=count, size_bytes=size)
             for origin, count, size in run.live.alive_at_peak[:SHOWN_ORIGINS]
         ],
     )
 
 
-def _words(origin: Origin) -> str:
+def _label(origin: Origin) -> str:
     operator = origin.operator.removesuffix(".default")
     return f"{operator} {list(origin.shape)} {origin.dtype}"
 
@@ -316,7 +316,7 @@ def main(arguments: list[str]) -> None:
             f"A dry run needs torch 2.6 or later, and this is {torch.__version__}: its collectives "
             "have no shapes without values. A real run of a small model (--real) can be traced."
         )
-    for found in trace_really(requests) if really else map(trace, requests):
+    for found in trace_on_ranks(requests) if really else map(trace, requests):
         if found.rank == 0:
             sys.stdout.write(found.model_dump_json() + "\n")
     if really:

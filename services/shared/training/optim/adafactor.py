@@ -1,8 +1,8 @@
-"""Adafactor over pieces: second moments kept as one mean per row and one per column.
+"""Adafactor over shards: second moments kept as one mean per row and one per column.
 
 The algorithm is torch.optim.Adafactor's (torch 2.13, no momentum: Shazeer and Stern 2018), but its
 statistics are those of whole matrices: a rank that holds some rows, or a range that starts within a
-row, adds its part and the ranks sum. Rank-count independent, on FSDP1's flat pieces too.
+row, adds its part and the ranks sum. Rank-count independent, on FSDP1's flat shards too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.shared.training.optim.stochastic_rounding import Dice, round_into
+from services.shared.training.optim.stochastic_rounding import SeededGenerators, round_into
 
 BETA2_DECAY = -0.8  # Shazeer and Stern, section 7.2
 EPSILON_PARAMETER = 1e-3  # their epsilon 2
@@ -24,66 +24,66 @@ CLIP = 1.0  # their d
 
 
 class Adafactor:
-    """The rule; rows and columns are whole on every rank, vectors' moments cut like the piece."""
+    """The rule; rows and columns are whole on every rank, vectors' moments cut like the shard."""
 
     whole: frozenset[str] = frozenset({"row_var", "col_var"})
     blocks: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, groups: Sequence[Any], *, replicated: bool, seed: int, rank: int) -> None:
-        self._decay = {p.name: group.weight_decay for group in groups for p in group.pieces}
-        self._devices = {p.name: p.local.device for group in groups for p in group.pieces}
+        self._decay = {p.name: group.weight_decay for group in groups for p in group.shards}
+        self._devices = {p.name: p.local.device for group in groups for p in group.shards}
         self._replicated = replicated
         self._state: dict[str, dict[str, Tensor]] = {}
         # Replicas must round alike.
-        self._dice = Dice(seed=seed, rank=0 if replicated else rank)
+        self._generators = SeededGenerators(seed=seed, rank=0 if replicated else rank)
 
     @torch.no_grad()
-    def apply(self, pieces: Sequence[Any], learning_rate: float, step: int) -> None:
-        """Update `pieces` from their gradients, one by one; every rank must hold them all in turn."""
+    def apply(self, shards: Sequence[Any], learning_rate: float, step: int) -> None:
+        """Update `shards` from their gradients, one by one; every rank must hold them all in turn."""
         beta = 1 - float(step + 1) ** BETA2_DECAY
         rate = min(learning_rate, (step + 1) ** -0.5)
-        for piece in pieces:
-            gradient = piece.gradient()
+        for shard in shards:
+            gradient = shard.gradient()
             if gradient is None:
-                gradient = torch.zeros_like(piece.local)
-            generator = self._dice.thrown(piece.local.device, f"{step}/{piece.name}")
-            current = piece.local.float()
-            update, scale = self._update(piece, current, gradient.float(), beta=beta)
-            updated = current * (1 - learning_rate * self._decay[piece.name])
-            round_into(piece.local, updated.add_(update, alpha=-scale * rate), generator)
+                gradient = torch.zeros_like(shard.local)
+            generator = self._generators.for_label(shard.local.device, f"{step}/{shard.name}")
+            current = shard.local.float()
+            update, scale = self._update(shard, current, gradient.float(), beta=beta)
+            updated = current * (1 - learning_rate * self._decay[shard.name])
+            round_into(shard.local, updated.add_(update, alpha=-scale * rate), generator)
 
     def _update(
-        self, piece: Any, current: Tensor, gradient: Tensor, *, beta: float
+        self, shard: Any, current: Tensor, gradient: Tensor, *, beta: float
     ) -> tuple[Tensor, float]:
         """Return the direction [n] and its length in units of the relative rate."""
         squares = gradient.square()
-        if len(piece.shape) > 1:
-            second_moment = self._factored(piece, squares, beta=beta)
+        if len(shard.shape) > 1:
+            second_moment = self._factored(shard, squares, beta=beta)
         else:
-            state = self._state.setdefault(piece.name, {"variance": torch.zeros_like(squares)})
+            state = self._state.setdefault(shard.name, {"variance": torch.zeros_like(squares)})
             second_moment = state["variance"].lerp_(squares, 1 - beta).clone()
         update = second_moment.clamp_(min=EPSILON**2).rsqrt_().mul_(gradient)
         sums = torch.stack([current.square().sum(), update.square().sum()])
         self._all_reduce(sums)
-        parameter_rms, update_rms = (sums / piece.num_elements).sqrt().tolist()
+        parameter_rms, update_rms = (sums / shard.num_elements).sqrt().tolist()
         return update, max(EPSILON_PARAMETER, parameter_rms) / max(1.0, update_rms / CLIP)
 
-    def _factored(self, piece: Any, squares: Tensor, *, beta: float) -> Tensor:
+    def _factored(self, shard: Any, squares: Tensor, *, beta: float) -> Tensor:
         """Update the row and column means and return the second moment of each element, [n]."""
-        columns = piece.shape[-1]
-        rows = piece.num_elements // columns
+        columns = shard.shape[-1]
+        rows = shard.num_elements // columns
         device = squares.device
         state = self._state.setdefault(
-            piece.name,
+            shard.name,
             {
                 "row_var": torch.zeros(rows, device=device),
                 "col_var": torch.zeros(columns, device=device),
             },
         )
-        first, last = piece.start // columns, -(-piece.stop // columns)
+        first, last = shard.start // columns, -(-shard.stop // columns)
         # A range that starts or ends within a row is padded to whole rows: at most two rows more.
         padded = squares.new_zeros((last - first) * columns)
-        at = piece.start - first * columns
+        at = shard.start - first * columns
         padded[at : at + len(squares)] = squares
         matrix = padded.view(-1, columns)
         sums = squares.new_zeros(rows + columns)
@@ -101,10 +101,10 @@ class Adafactor:
             dist.all_reduce(values)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the second moments by piece."""
+        """Return the second moments by shard."""
         return self._state
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one piece."""
+        """Put back the state of one shard."""
         device = self._devices[name]
         self._state[name] = {key: value.to(device) for key, value in state.items()}

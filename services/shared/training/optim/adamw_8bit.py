@@ -25,7 +25,7 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
 
 
 class AdamW8Bit(ChunkedAdamW):
-    """The rule. Blocks are counted from the start of each piece."""
+    """The rule. Blocks are counted from the start of each shard."""
 
     blocks: Mapping[str, int] = MappingProxyType({f"{key}_scale": BLOCK for key in _MOMENTS})
     chunk_elements = 4 * 2**20  # a multiple of BLOCK
@@ -84,9 +84,9 @@ class AdamW8Bit(ChunkedAdamW):
 
     @torch.no_grad()
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one piece; scales come for each element.
+        """Put back the state of one shard; scales come for each element.
 
-        Where the piece is cut as it was saved, its blocks come back to the bit; elsewhere a block may
+        Where the shard is cut as it was saved, its blocks come back to the bit; elsewhere a block may
         have had several scales, and is encoded anew.
         """
         found: dict[str, Tensor] = {}

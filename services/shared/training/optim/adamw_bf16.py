@@ -54,5 +54,5 @@ class AdamWBf16(ChunkedAdamW):
         round_into(parameter, updated, generator)
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the moments of one piece."""
+        """Put back the moments of one shard."""
         self._state[name] = state

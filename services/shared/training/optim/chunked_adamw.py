@@ -1,4 +1,4 @@
-"""What the variants of AdamW with small moments share: pieces are updated a chunk at a time."""
+"""What the variants of AdamW with small moments share: shards are updated a chunk at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.shared.training.optim.stochastic_rounding import Dice
+from services.shared.training.optim.stochastic_rounding import SeededGenerators
 
 
 class ChunkedAdamW:
@@ -29,39 +29,39 @@ class ChunkedAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         epsilon: float = 1e-8,
     ) -> None:
-        self._decay = {p.name: group.weight_decay for group in groups for p in group.pieces}
+        self._decay = {p.name: group.weight_decay for group in groups for p in group.shards}
         self._state: dict[str, dict[str, Tensor]] = {}
-        self._dice = Dice(seed=seed, rank=rank)
+        self._generators = SeededGenerators(seed=seed, rank=rank)
         self._betas, self._epsilon = betas, epsilon
 
     @torch.no_grad()
-    def apply(self, pieces: Sequence[Any], learning_rate: float, step: int) -> None:
-        """Update `pieces` from their gradients; `step` counts from 0."""
-        for piece in pieces:
-            gradient = piece.gradient()
+    def apply(self, shards: Sequence[Any], learning_rate: float, step: int) -> None:
+        """Update `shards` from their gradients; `step` counts from 0."""
+        for shard in shards:
+            gradient = shard.gradient()
             if gradient is None or gradient.numel() == 0:
                 continue
-            if piece.name not in self._state:
-                self._state[piece.name] = self._empty(piece.local)
-            generator = self._dice.thrown(piece.local.device, f"{step}/{piece.name}")
+            if shard.name not in self._state:
+                self._state[shard.name] = self._empty(shard.local)
+            generator = self._generators.for_label(shard.local.device, f"{step}/{shard.name}")
             for at in range(0, gradient.numel(), self.chunk_elements):
                 part = slice(at, at + self.chunk_elements)
                 self._update(
-                    piece.local[part],
+                    shard.local[part],
                     gradient[part],
-                    self._part(self._state[piece.name], part),
+                    self._part(self._state[shard.name], part),
                     learning_rate=learning_rate,
-                    decay=self._decay[piece.name],
+                    decay=self._decay[shard.name],
                     step=step,
                     generator=generator,
                 )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state tensors by piece."""
+        """Return the state tensors by shard."""
         return self._state
 
     def _empty(self, like: Tensor) -> dict[str, Tensor]:
-        """Return the moments of a piece that has seen no gradient."""
+        """Return the moments of a shard that has seen no gradient."""
         raise NotImplementedError
 
     def _part(self, state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:

@@ -29,15 +29,15 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 from services.shared.jobs.spec import Schedule, Training
 from services.shared.jobs.state import Reason
 from services.shared.memory.recipe import Engine
-from services.shared.training.optim.update_rules import Rule, build_rule
+from services.shared.training.optim.update_rules import UpdateRule, build_rule
 from services.shared.training.process import RunFailed, World
-from services.shared.training.sharding.shard import Piece, Sharded
+from services.shared.training.sharding.shard import LocalShard, Sharded
 
 
 class Optimizer(Protocol):
     """Applies gradients by a rule."""
 
-    rule: Rule
+    rule: UpdateRule
 
     def before_backward(self, *, learning_rate: float, step: int, part: int, parts: int) -> None:
         """Say which micro-batch of which step the coming backward pass is; both count from 0."""
@@ -57,16 +57,16 @@ def build_optimizer(sharded: Sharded, training: Training, world: World) -> Optim
     recipe = sharded.recipe
     rule = build_rule(sharded, training, rank=world.rank)
     if not recipe.optimizer_in_backward:
-        return _AtTheEnd(sharded, rule, training)
+        return StepOptimizer(sharded, rule, training)
     if sharded.engine is Engine.FSDP2:
-        return _InBackward(sharded, rule, training)
+        return BackwardOptimizer(sharded, rule, training)
     if recipe.optimizer == "adafactor":
         raise RunFailed(
             Reason.BAD_SPEC,
             "recipe: adafactor cannot be applied in the backward pass under FSDP1 (torch 2.5), "
             "whose ranks see different parameters; it keeps little state, so leave it to the end",
         )
-    return _InBackwardFsdp1(sharded, rule, training)
+    return Fsdp1BackwardOptimizer(sharded, rule, training)
 
 
 def learning_rate(step: int, total: int, training: Training) -> float:
@@ -82,8 +82,8 @@ def learning_rate(step: int, total: int, training: Training) -> float:
     return training.learning_rate
 
 
-class _AtTheEnd:
-    def __init__(self, sharded: Sharded, rule: Rule, training: Training) -> None:
+class StepOptimizer:
+    def __init__(self, sharded: Sharded, rule: UpdateRule, training: Training) -> None:
         self.rule = rule
         self._sharded = sharded
         self._limit = training.max_grad_norm
@@ -95,32 +95,32 @@ class _AtTheEnd:
         self._learning_rate, self._step = learning_rate, step
 
     def step(self) -> float:
-        pieces = self._sharded.pieces
-        norm = _clip_pieces(pieces, self._limit, summed=not self._sharded.replicated)
-        self.rule.apply(pieces, self._learning_rate, self._step)
+        shards = self._sharded.shards
+        norm = _clip_shards(shards, self._limit, summed=not self._sharded.replicated)
+        self.rule.apply(shards, self._learning_rate, self._step)
         self._sharded.clear_gradients()
         return norm
 
 
-class _InBackward:
+class BackwardOptimizer:
     """FSDP2: a hook on every sharded parameter counts; the last one of a unit applies the unit."""
 
-    def __init__(self, sharded: Sharded, rule: Rule, training: Training) -> None:
+    def __init__(self, sharded: Sharded, rule: UpdateRule, training: Training) -> None:
         self.rule = rule
         self._sharded = sharded
-        self._units: list[list[Piece]] = [[] for _ in sharded.units]
-        for piece in sharded.pieces:
-            self._units[piece.unit].append(piece)
+        self._units: list[list[LocalShard]] = [[] for _ in sharded.units]
+        for shard in sharded.shards:
+            self._units[shard.unit].append(shard)
         self._limit = unit_limit(training.max_grad_norm, len(self._units))
         self._arrived = [0] * len(self._units)
         self._learning_rate = 0.0
         self._step = 0
         self._is_last = False
         self._squares = 0.0
-        for piece in sharded.pieces:
-            parameter: Any = piece.parameter
+        for shard in sharded.shards:
+            parameter: Any = shard.parameter
             parameter.register_post_accumulate_grad_hook(
-                lambda _parameter, unit=piece.unit: self._arrive(unit)
+                lambda _parameter, unit=shard.unit: self._arrive(unit)
             )
 
     def before_backward(self, *, learning_rate: float, step: int, part: int, parts: int) -> None:
@@ -134,42 +134,42 @@ class _InBackward:
         if self._is_last and self._arrived[unit] == len(self._units[unit]):
             self._apply(self._units[unit])
 
-    def _apply(self, pieces: list[Piece]) -> None:
+    def _apply(self, shards: list[LocalShard]) -> None:
         if self._limit is not None:
-            norm = _clip_pieces(pieces, self._limit, summed=not self._sharded.replicated)
+            norm = _clip_shards(shards, self._limit, summed=not self._sharded.replicated)
             self._squares += norm**2
-        self.rule.apply(pieces, self._learning_rate, self._step)
-        for piece in pieces:
-            piece.clear_gradient()
+        self.rule.apply(shards, self._learning_rate, self._step)
+        for shard in shards:
+            shard.clear_gradient()
 
     def step(self) -> float | None:
-        for pieces in self._units:  # a unit of which some parameter had no gradient
-            if any(piece.parameter.grad is not None for piece in pieces):
-                self._apply(pieces)
+        for shards in self._units:  # a unit of which some parameter had no gradient
+            if any(shard.parameter.grad is not None for shard in shards):
+                self._apply(shards)
         norm, self._squares = math.sqrt(self._squares), 0.0
         return norm if self._limit is not None else None
 
 
-class _InBackwardFsdp1:
+class Fsdp1BackwardOptimizer:
     """FSDP1: it looks for `_in_backward_optimizers` on each parameter once a unit is reduced.
 
     That is the contract of torch.distributed.optim._apply_optimizer_in_backward; its own objects
     cannot wait for the last micro-batch, ours can.
     """
 
-    def __init__(self, sharded: Sharded, rule: Rule, training: Training) -> None:
+    def __init__(self, sharded: Sharded, rule: UpdateRule, training: Training) -> None:
         self.rule = rule
         self._replicated = sharded.replicated
         self._limit = unit_limit(training.max_grad_norm, len(sharded.units))
-        self._pieces = sharded.pieces
+        self._shards = sharded.shards
         self._learning_rate = 0.0
         self._step = 0
         self._part, self._parts = 0, 1
         self._squares = 0.0
-        for piece in sharded.pieces:
-            if piece.stop > piece.start:
-                parameter: Any = piece.parameter
-                parameter._in_backward_optimizers = [_PieceOptimizer(self, piece)]
+        for shard in sharded.shards:
+            if shard.stop > shard.start:
+                parameter: Any = shard.parameter
+                parameter._in_backward_optimizers = [_ShardOptimizer(self, shard)]
         if self._limit is not None:
             module: Any = sharded.module
             module.register_comm_hook(DefaultState(module.process_group), self._reduce)
@@ -190,23 +190,23 @@ class _InBackwardFsdp1:
         norm = clip([kept], limit, device=kept.device, summed=not self._replicated)
         self._squares += norm**2
 
-    def apply(self, piece: Piece) -> None:
-        """Apply one piece, if this is the last micro-batch of the step."""
+    def apply(self, shard: LocalShard) -> None:
+        """Apply one shard, if this is the last micro-batch of the step."""
         if self._part + 1 == self._parts:
-            self.rule.apply([piece], self._learning_rate, self._step)
-            piece.clear_gradient()
+            self.rule.apply([shard], self._learning_rate, self._step)
+            shard.clear_gradient()
 
     def step(self) -> float | None:
-        assert all(piece.parameter.grad is None for piece in self._pieces)
+        assert all(shard.parameter.grad is None for shard in self._shards)
         norm, self._squares = math.sqrt(self._squares), 0.0
         return norm if self._limit is not None and self._parts == 1 else None
 
 
-class _PieceOptimizer:
+class _ShardOptimizer:
     """What FSDP1 calls: `step` with the gradient in place, then `zero_grad`."""
 
-    def __init__(self, owner: _InBackwardFsdp1, piece: Piece) -> None:
-        self._owner, self._piece = owner, piece
+    def __init__(self, owner: Fsdp1BackwardOptimizer, shard: LocalShard) -> None:
+        self._owner, self._piece = owner, shard
 
     def step(self) -> None:
         self._owner.apply(self._piece)
@@ -220,9 +220,9 @@ def unit_limit(max_grad_norm: float | None, num_units: int) -> float | None:
     return None if max_grad_norm is None else max_grad_norm / math.sqrt(num_units)
 
 
-def _clip_pieces(pieces: Sequence[Piece], limit: float | None, *, summed: bool) -> float:
-    gradients = [g for piece in pieces if (g := piece.gradient()) is not None]
-    return clip(gradients, limit, device=pieces[0].local.device, summed=summed)
+def _clip_shards(shards: Sequence[LocalShard], limit: float | None, *, summed: bool) -> float:
+    gradients = [g for shard in shards if (g := shard.gradient()) is not None]
+    return clip(gradients, limit, device=shards[0].local.device, summed=summed)
 
 
 @torch.no_grad()

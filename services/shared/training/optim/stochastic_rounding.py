@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 
-class Dice:
+class SeededGenerators:
     """Random generators that depend on seed, rank and a label alone, so none need be saved."""
 
     def __init__(self, *, seed: int, rank: int) -> None:
         self._prefix = f"{seed}/{rank}"
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def thrown(self, device: torch.device, label: str) -> torch.Generator:
+    def for_label(self, device: torch.device, label: str) -> torch.Generator:
         """Return the device's generator, seeded for `label`."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device)

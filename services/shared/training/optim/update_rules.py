@@ -1,4 +1,4 @@
-"""How gradients become updates, for each optimizer of `spec.Recipe`, over pieces.
+"""How gradients become updates, for each optimizer of `spec.Recipe`, over shards.
 
 A rule sees flat local tensors only, so it is the same under FSDP1 and FSDP2, and its state is cut
 exactly as the parameters are: a checkpoint of one number of ranks can be read by another.
@@ -20,42 +20,42 @@ from services.shared.training.optim.adafactor import Adafactor
 from services.shared.training.optim.adamw_8bit import AdamW8Bit
 from services.shared.training.optim.adamw_bf16 import AdamWBf16
 from services.shared.training.process import RunFailed
-from services.shared.training.sharding.shard import Piece, Sharded
+from services.shared.training.sharding.shard import LocalShard, Sharded
 
 
 @dataclass
 class Group:
-    """Pieces with the same weight decay."""
+    """Shards with the same weight decay."""
 
-    pieces: list[Piece]
+    shards: list[LocalShard]
     weight_decay: float
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """How gradients become updates."""
 
     whole: frozenset[str]  # the keys of state that every rank holds whole
-    blocks: Mapping[str, int]  # keys with one value for so many elements of a piece
+    blocks: Mapping[str, int]  # keys with one value for so many elements of a shard
 
-    def apply(self, pieces: Sequence[Piece], learning_rate: float, step: int) -> None:
-        """Update `pieces` from their gradients, on all ranks alike; `step` counts from 0."""
+    def apply(self, shards: Sequence[LocalShard], learning_rate: float, step: int) -> None:
+        """Update `shards` from their gradients, on all ranks alike; `step` counts from 0."""
         ...
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state tensors by piece name, cut like the piece or whole."""
+        """Return the state tensors by shard name, cut like the shard or whole."""
         ...
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one piece; what is whole comes on the host.
+        """Put back the state of one shard; what is whole comes on the host.
 
         Of blocks comes the value for each element: they may have been cut elsewhere.
         """
 
 
-def build_rule(sharded: Sharded, training: Training, *, rank: int) -> Rule:
+def build_rule(sharded: Sharded, training: Training, *, rank: int) -> UpdateRule:
     """Return the rule of a recipe. Raises RunFailed(BAD_SPEC) for one that cannot run here."""
     recipe = sharded.recipe
-    groups = decay_groups(sharded.pieces, training.weight_decay)
+    groups = decay_groups(sharded.shards, training.weight_decay)
     if recipe.offload == "optimizer" and recipe.optimizer != "adamw":
         raise RunFailed(
             Reason.BAD_SPEC, "recipe.offload optimizer is for adamw: other rules keep little"
@@ -69,22 +69,22 @@ def build_rule(sharded: Sharded, training: Training, *, rank: int) -> Rule:
     return rule(groups, seed=training.seed, rank=0 if sharded.replicated else rank)
 
 
-def decay_groups(pieces: Sequence[Piece], weight_decay: float) -> list[Group]:
+def decay_groups(shards: Sequence[LocalShard], weight_decay: float) -> list[Group]:
     """Return matrices with weight decay; norms and biases (one dimension) without."""
     return [
-        Group([piece for piece in pieces if len(piece.shape) > 1], weight_decay),
-        Group([piece for piece in pieces if len(piece.shape) <= 1], 0.0),
+        Group([shard for shard in shards if len(shard.shape) > 1], weight_decay),
+        Group([shard for shard in shards if len(shard.shape) <= 1], 0.0),
     ]
 
 
 class TorchRule:
-    """AdamW or SGD of torch: one instance for all pieces, or one each where they are applied apart.
+    """AdamW or SGD of torch: one instance for all shards, or one each where they are applied apart.
 
     SGD decays weights in place first: without momentum that is the same update, and torch's foreach
     would hold a second copy of every gradient for it.
 
     With `offload = "optimizer"` the moments live on the host: gradient and parameter go there one
-    piece at a time, and the updated parameter comes back.
+    shard at a time, and the updated parameter comes back.
     """
 
     whole: frozenset[str] = frozenset({"step"})
@@ -95,68 +95,68 @@ class TorchRule:
         self._on_host = recipe.offload == "optimizer"
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        held = [Group([p for p in g.pieces if p.local.numel()], g.weight_decay) for g in groups]
+        held = [Group([p for p in g.shards if p.local.numel()], g.weight_decay) for g in groups]
         if recipe.optimizer_in_backward or self._on_host:
             for group in held:
-                for piece in group.pieces:
-                    self._add(recipe, [Group([piece], group.weight_decay)])
-        elif any(group.pieces for group in held):
+                for shard in group.shards:
+                    self._add(recipe, [Group([shard], group.weight_decay)])
+        elif any(group.shards for group in held):
             self._add(recipe, held)
 
     def _add(self, recipe: Recipe, groups: Sequence[Group]) -> None:
-        pieces = [piece for group in groups for piece in group.pieces]
-        for piece in pieces:
-            local = piece.local
-            self._parameters[piece.name] = nn.Parameter(
+        shards = [shard for group in groups for shard in group.shards]
+        for shard in shards:
+            local = shard.local
+            self._parameters[shard.name] = nn.Parameter(
                 torch.empty(0, dtype=local.dtype) if self._on_host else local
             )
         optimizer = _torch_optimizer(
             recipe,
             [
                 {
-                    "params": [self._parameters[piece.name] for piece in group.pieces],
+                    "params": [self._parameters[shard.name] for shard in group.shards],
                     "weight_decay": group.weight_decay,
                 }
                 for group in groups
-                if group.pieces
+                if group.shards
             ],
         )
-        self._optimizers |= {piece.name: optimizer for piece in pieces}
+        self._optimizers |= {shard.name: optimizer for shard in shards}
 
-    def apply(self, pieces: Sequence[Piece], learning_rate: float, step: int) -> None:
-        """Update `pieces` from their gradients; torch counts the steps itself."""
+    def apply(self, shards: Sequence[LocalShard], learning_rate: float, step: int) -> None:
+        """Update `shards` from their gradients; torch counts the steps itself."""
         del step
-        held = [piece for piece in pieces if piece.name in self._parameters]
+        held = [shard for shard in shards if shard.name in self._parameters]
         chosen = {id(self._optimizers[p.name]): self._optimizers[p.name] for p in held}
         for optimizer in chosen.values():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
         if self._on_host:
-            for piece in held:
-                self._apply_on_host(piece)
+            for shard in held:
+                self._apply_on_host(shard)
             return
-        for piece in held:
-            self._parameters[piece.name].grad = piece.gradient()
+        for shard in held:
+            self._parameters[shard.name].grad = shard.gradient()
         for optimizer in chosen.values():
             _decay(optimizer)
             optimizer.step()
-        for piece in held:
-            self._parameters[piece.name].grad = None
+        for shard in held:
+            self._parameters[shard.name].grad = None
 
-    def _apply_on_host(self, piece: Piece) -> None:
-        gradient, parameter = piece.gradient(), self._parameters[piece.name]
+    def _apply_on_host(self, shard: LocalShard) -> None:
+        gradient, parameter = shard.gradient(), self._parameters[shard.name]
         if gradient is None:
             return
-        parameter.data = piece.local.cpu()
+        parameter.data = shard.local.cpu()
         parameter.grad = gradient.cpu()
-        self._optimizers[piece.name].step()
+        self._optimizers[shard.name].step()
         with torch.no_grad():
-            piece.local.copy_(parameter)
+            shard.local.copy_(parameter)
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the moments by piece; `step` is a scalar."""
+        """Return the moments by shard; `step` is a scalar."""
         return {
             name: dict(self._optimizers[name].state[parameter])
             for name, parameter in self._parameters.items()
@@ -164,7 +164,7 @@ class TorchRule:
         }
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one piece."""
+        """Put back the state of one shard."""
         parameter = self._parameters.get(name)
         if parameter is None:
             return

@@ -42,8 +42,8 @@ def main() -> None:
         return  # the runtime check has said why
     device = torch.device("cuda", 0) if usable else torch.device("cpu")
     if usable:
-        _say({"begins": "context"})
-        _say({"measured": _context(device)})
+        _emit({"begins": "context"})
+        _emit({"measured": _context(device)})
     for name, check in {
         "devices": lambda: _devices(device),
         "bf16 matmul": lambda: _matmul(device),
@@ -54,24 +54,24 @@ def main() -> None:
     }.items():
         _report(name, check)
     if usable:
-        _say({"begins": "speed"})
-        _say({"measured": _speed(device) | _expandable_segments(device)})
-    _say({"begins": "collectives"})
+        _emit({"begins": "speed"})
+        _emit({"measured": _speed(device) | _expandable_segments(device)})
+    _emit({"begins": "collectives"})
     findings, measured = check_ranks(device)
     for name, result in findings.items():
-        _say(_finding(name, result))
-    _say({"measured": measured})
+        _emit(_finding(name, result))
+    _emit({"measured": measured})
 
 
 def _report(name: str, check: Callable[[], Result]) -> None:
     """Run one check; what it raises is its finding."""
-    _say({"begins": name})
+    _emit({"begins": name})
     try:
         result = check()
     except Exception as error:  # noqa: BLE001  (whatever a broken runtime raises is the finding)
         text = str(error).strip().splitlines() or [""]
         result = (_FAILED, f"{type(error).__name__}: {text[0]}", _remedy(name, str(error)))
-    _say(_finding(name, result))
+    _emit(_finding(name, result))
 
 
 def _finding(name: str, result: Result) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _finding(name: str, result: Result) -> dict[str, Any]:
     return {"name": name, "status": status, "detail": detail, "remedy": remedy}
 
 
-def _say(message: dict[str, Any]) -> None:
+def _emit(message: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -255,9 +255,9 @@ def _bytes_saved_for_backward(classifier: torch.nn.Module, device: torch.device)
 def _eight_bit(device: torch.device) -> Result:
     """The first step of AdamW goes by the signs of the gradient, whatever its moments are kept in."""
     weight = torch.ones(64 * 256, device=device)
-    piece = SimpleNamespace(name="weight", local=weight, gradient=lambda: torch.ones_like(weight))
-    rule = AdamW8Bit([SimpleNamespace(pieces=[piece], weight_decay=0.0)], seed=0, rank=0)
-    rule.apply([piece], 0.1, 0)
+    shard = SimpleNamespace(name="weight", local=weight, gradient=lambda: torch.ones_like(weight))
+    rule = AdamW8Bit([SimpleNamespace(shards=[shard], weight_decay=0.0)], seed=0, rank=0)
+    rule.apply([shard], 0.1, 0)
     moved = float((1 - weight).mean())
     if not 0.099 < moved < 0.101:
         return (

@@ -17,10 +17,10 @@ from services.shared.datasets.card import Head
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Recipe
 from services.shared.model.classifier import build_classifier, build_config
-from services.shared.training.memory_probe import observe
+from services.shared.training.memory_probe import observe_sharding
 from services.shared.training.process import StopWatch, World
 from services.shared.training.sharding.load import initialise
-from services.shared.training.sharding.shard import shard
+from services.shared.training.sharding.shard import shard_classifier
 
 Result = tuple[str, str, str]
 _SECONDS = 120.0  # a first collective builds rings: seconds; a hang would last for ever
@@ -184,9 +184,9 @@ def _observe_sharding(rank: int, size: int, device: torch.device, scratch: str) 
             [Head(name="check", labels=["a", "b"])],
         )
     recipe = Recipe() if device.type != "cpu" else Recipe(compute="float32", reduce="float32")
-    sharded = shard(classifier, recipe, world)
+    sharded = shard_classifier(classifier, recipe, world)
     initialise(sharded, seed=0)  # verifies by checksums that nothing was left unfilled
-    return observe(sharded, world)
+    return observe_sharding(sharded, world)
 
 
 def _all_reduce_speed(size: int, device: torch.device) -> int | None:

@@ -1,6 +1,6 @@
 """Writing a sharded classifier as a model artifact, one parameter at a time.
 
-Rank 0 gathers each parameter from the pieces of all ranks and writes it at once: neither a card nor
+Rank 0 gathers each parameter from the shards of all ranks and writes it at once: neither a card nor
 the host ever holds more than one whole parameter beyond the shards.
 """
 
@@ -21,7 +21,7 @@ from services.shared.jobs.run_directory import RunDirectory, write_json
 from services.shared.model.artifact import record_golden, save_golden, write_heads
 from services.shared.training.process import World
 from services.shared.training.sharding.safetensors_ranges import Layout, TensorWriter
-from services.shared.training.sharding.shard import DTYPES, Piece, Sharded
+from services.shared.training.sharding.shard import DTYPES, LocalShard, Sharded
 
 # save_pretrained's default is 50 GB in transformers 5.24 and was 5 GB before: smaller files are easier
 # to copy, to hash in parallel and to resume.
@@ -37,7 +37,7 @@ class _WeightFile:
     num_bytes: int = 0
 
 
-def export_unsealed(
+def export_artifact(
     run: RunDirectory,
     sharded: Sharded,
     tokenizer: Any,
@@ -49,7 +49,7 @@ def export_unsealed(
     """Write an artifact's weights, tokenizer and golden texts, on all ranks; return where.
 
     The first of `texts` are recorded with what the sharded model answers. The directory lies beside
-    `run.export`, until `put_in_place` gives it that name. Raises OSError on rank 0.
+    `run.export`, until `publish_export` gives it that name. Raises OSError on rank 0.
     """
     sharded.module.eval()
     golden = record_golden(sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length)
@@ -66,7 +66,7 @@ def export_unsealed(
     return aside
 
 
-def put_in_place(run: RunDirectory, aside: Path) -> None:
+def publish_export(run: RunDirectory, aside: Path) -> None:
     """Give a sealed artifact its name."""
     shutil.rmtree(run.export, ignore_errors=True)
     aside.rename(run.export)
@@ -82,29 +82,29 @@ def export_weights(
     """
     dtype = DTYPES[sharded.recipe.compute]
     owners = _ranges(sharded, world)
-    backbone = [p for p in sharded.pieces if p.name.startswith(_BACKBONE)]
+    backbone = [p for p in sharded.shards if p.name.startswith(_BACKBONE)]
     files = _divide(backbone, dtype, shard_bytes)
     if world.is_first:
         directory.mkdir(parents=True, exist_ok=True)
         _write_config(sharded.classifier, directory, dtype)
         _write_index(files, directory)
-    pieces = {piece.name: piece for piece in backbone}
+    shards = {shard.name: shard for shard in backbone}
     for number, file in enumerate(files):
         path = directory / _file_name(number, len(files))
-        _write_file([pieces[name] for name in file.names], path, dtype, owners, world)
+        _write_file([shards[name] for name in file.names], path, dtype, owners, world)
     heads = {}
-    for piece in sharded.pieces:
-        if piece.name.startswith(_HEADS):
-            whole = gather(piece, dtype, owners[piece.name], world)
+    for shard in sharded.shards:
+        if shard.name.startswith(_HEADS):
+            whole = gather(shard, dtype, owners[shard.name], world)
             if whole is not None:
-                heads[piece.name.removeprefix(_HEADS)] = whole.view(piece.shape)
+                heads[shard.name.removeprefix(_HEADS)] = whole.view(shard.shape)
     if world.is_first:
         write_heads(directory, heads)
     world.barrier()
 
 
 def gather(
-    piece: Piece, dtype: torch.dtype, owners: list[tuple[int, int]], world: World
+    shard: LocalShard, dtype: torch.dtype, owners: list[tuple[int, int]], world: World
 ) -> Tensor | None:
     """Return the whole parameter, flat and on the host, on rank 0; None on the others.
 
@@ -112,17 +112,17 @@ def gather(
     """
     start, stop = owners[world.rank]
     if not world.is_first:
-        if stop > start and owners[0] != (0, piece.num_elements):
-            dist.send(piece.local.to(dtype).contiguous(), dst=0)
+        if stop > start and owners[0] != (0, shard.num_elements):
+            dist.send(shard.local.to(dtype).contiguous(), dst=0)
         return None
-    whole = torch.empty(piece.num_elements, dtype=dtype)
-    whole[start:stop].copy_(piece.local)
-    if stop - start == piece.num_elements:
+    whole = torch.empty(shard.num_elements, dtype=dtype)
+    whole[start:stop].copy_(shard.local)
+    if stop - start == shard.num_elements:
         return whole
     for rank in range(1, world.size):
         start, stop = owners[rank]
         if stop > start:
-            part = torch.empty(stop - start, dtype=dtype, device=piece.local.device)
+            part = torch.empty(stop - start, dtype=dtype, device=shard.local.device)
             dist.recv(part, src=rank)
             whole[start:stop].copy_(part)
     return whole
@@ -130,23 +130,23 @@ def gather(
 
 def _ranges(sharded: Sharded, world: World) -> dict[str, list[tuple[int, int]]]:
     """Return which range of each parameter every rank holds."""
-    mine = torch.tensor([[p.start, p.stop] for p in sharded.pieces], device=world.device)
+    mine = torch.tensor([[p.start, p.stop] for p in sharded.shards], device=world.device)
     all_ranks = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(all_ranks, mine)
     tables = [ranges.tolist() for ranges in all_ranks]
     return {
-        piece.name: [(table[i][0], table[i][1]) for table in tables]
-        for i, piece in enumerate(sharded.pieces)
+        shard.name: [(table[i][0], table[i][1]) for table in tables]
+        for i, shard in enumerate(sharded.shards)
     }
 
 
-def _divide(pieces: list[Piece], dtype: torch.dtype, shard_bytes: int) -> list[_WeightFile]:
+def _divide(shards: list[LocalShard], dtype: torch.dtype, shard_bytes: int) -> list[_WeightFile]:
     files = [_WeightFile()]
-    for piece in pieces:
-        size = piece.num_elements * dtype.itemsize
+    for shard in shards:
+        size = shard.num_elements * dtype.itemsize
         if files[-1].names and files[-1].num_bytes + size > shard_bytes:
             files.append(_WeightFile())
-        files[-1].names.append(piece.name)
+        files[-1].names.append(shard.name)
         files[-1].num_bytes += size
     return files
 
@@ -158,7 +158,7 @@ def _file_name(number: int, count: int) -> str:
 
 
 def _write_file(
-    pieces: list[Piece],
+    shards: list[LocalShard],
     path: Path,
     dtype: torch.dtype,
     owners: dict[str, list[tuple[int, int]]],
@@ -166,11 +166,11 @@ def _write_file(
 ) -> None:
     writer = None
     if world.is_first:
-        layout = [Layout(p.name.removeprefix(_BACKBONE), dtype, p.shape) for p in pieces]
+        layout = [Layout(p.name.removeprefix(_BACKBONE), dtype, p.shape) for p in shards]
         writer = TensorWriter(path, layout, {"format": "pt"})
     try:
-        for piece in pieces:
-            whole = gather(piece, dtype, owners[piece.name], world)
+        for shard in shards:
+            whole = gather(shard, dtype, owners[shard.name], world)
             if writer is not None and whole is not None:
                 writer.append(whole)
         if writer is not None:

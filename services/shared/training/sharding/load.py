@@ -1,6 +1,6 @@
 """Filling a sharded classifier: each rank reads its own ranges from the files, and proves it did.
 
-The host never holds more than a chunk of a tensor. After loading, every piece is summed again where
+The host never holds more than a chunk of a tensor. After loading, every shard is summed again where
 it lies and compared with the sum of what the file gave: a parameter that nothing filled, or that
 something overwrote, stops the run before the first step.
 """
@@ -21,7 +21,7 @@ from services.shared.jobs.state import Reason
 from services.shared.model.classifier import initial_heads, initial_projections
 from services.shared.training.process import RunFailed, fail_with
 from services.shared.training.sharding.safetensors_ranges import TensorFile
-from services.shared.training.sharding.shard import Piece, Sharded, plain_name
+from services.shared.training.sharding.shard import LocalShard, Sharded, plain_name
 
 # 4 Mi elements: 16 MiB of float32, and 64 MiB for a moment while they are summed.
 CHUNK_ELEMENTS = 4 * 2**20
@@ -31,29 +31,29 @@ _BACKBONE = "backbone."
 
 
 class Checksums:
-    """Order-sensitive sums of the bits of pieces, kept by name."""
+    """Order-sensitive sums of the bits of shards, kept by name."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, values: Tensor, *, at: int) -> None:
-        """Add the bits of `values`, which start `at` elements into the piece."""
+        """Add the bits of `values`, which start `at` elements into the shard."""
         plain, weighted = self._sums.get(name, (0, 0))
         one, other = _sums(values, at=at)
         self._sums[name] = (plain + one) % 2**63, (weighted + other) % 2**63
 
-    def verify(self, pieces: Iterable[Piece]) -> None:
-        """Compare with what the pieces hold now. Raises RunFailed, naming the parameters."""
+    def verify(self, shards: Iterable[LocalShard]) -> None:
+        """Compare with what the shards hold now. Raises RunFailed, naming the parameters."""
         wrong = []
-        for piece in pieces:
+        for shard in shards:
             held = Checksums()
-            held._sums[piece.name] = (0, 0)
-            for at in range(0, piece.local.numel(), CHUNK_ELEMENTS):
-                part = piece.local[at : at + CHUNK_ELEMENTS]
-                held.add(piece.name, part.cpu(), at=at)
-            expected = self._sums.get(piece.name)
-            if expected is None or held._sums[piece.name] != expected:
-                wrong.append(piece.name)
+            held._sums[shard.name] = (0, 0)
+            for at in range(0, shard.local.numel(), CHUNK_ELEMENTS):
+                part = shard.local[at : at + CHUNK_ELEMENTS]
+                held.add(shard.name, part.cpu(), at=at)
+            expected = self._sums.get(shard.name)
+            if expected is None or held._sums[shard.name] != expected:
+                wrong.append(shard.name)
         if wrong:
             raise RunFailed(
                 Reason.BAD_MODEL,
@@ -90,13 +90,13 @@ def load_pretrained(
     with fail_with(Reason.BAD_MODEL), ExitStack() as stack:
         where = _open_weights(directory, stack)
         backbone: Any = sharded.classifier.backbone
-        for piece in sharded.pieces:
-            if piece.name.startswith(_BACKBONE):
-                name = source_name(piece.name.removeprefix(_BACKBONE))
+        for shard in sharded.shards:
+            if shard.name.startswith(_BACKBONE):
+                name = source_name(shard.name.removeprefix(_BACKBONE))
                 key = _key(name, where, prefix=backbone.base_model_prefix)
-                _fill_from_file(piece, where[key], key, sums)
+                _fill_from_file(shard, where[key], key, sums)
     _fill_linears(sharded, seed, heads, sums)
-    sums.verify(sharded.pieces)
+    sums.verify(sharded.shards)
 
 
 def initialise(sharded: Sharded, *, seed: int) -> None:
@@ -106,30 +106,30 @@ def initialise(sharded: Sharded, *, seed: int) -> None:
     part, so that the first weights do not depend on the number of ranks.
     """
     sums = Checksums()
-    pieces = {piece.name: piece for piece in sharded.pieces}
+    shards = {shard.name: shard for shard in sharded.shards}
     for path, module in sharded.module.named_modules():
         own = [name for name, _ in module.named_parameters(recurse=False)]
         prefix = plain_name(f"{path}.") if path else ""
-        names = {name: prefix + name for name in own if prefix + name in pieces}
+        names = {name: prefix + name for name in own if prefix + name in shards}
         if not names or prefix.startswith((_HEADS, _PROJECTIONS)):
             continue
-        drawn = _draw(sharded, module, {k: pieces[v] for k, v in names.items()}, f"{seed}/{prefix}")
+        drawn = _draw(sharded, module, {k: shards[v] for k, v in names.items()}, f"{seed}/{prefix}")
         for key, name in names.items():
-            piece = pieces[name]
-            _put(piece, drawn[key].reshape(-1)[piece.start : piece.stop], 0, sums)
+            shard = shards[name]
+            _put(shard, drawn[key].reshape(-1)[shard.start : shard.stop], 0, sums)
     _fill_linears(sharded, seed, None, sums)
-    sums.verify(sharded.pieces)
+    sums.verify(sharded.shards)
 
 
 def _draw(
-    sharded: Sharded, module: nn.Module, pieces: dict[str, Piece], label: str
+    sharded: Sharded, module: nn.Module, shards: dict[str, LocalShard], label: str
 ) -> dict[str, Tensor]:
     """Return the whole first values of one module's own parameters."""
     twin: Any = object.__new__(type(module))  # FSDP2's classes cannot be copied
     twin.__dict__ = dict(module.__dict__)
     twin._parameters = dict.fromkeys(module._parameters) | {
-        key: nn.Parameter(torch.full(piece.shape, float("nan"), dtype=piece.local.dtype))
-        for key, piece in pieces.items()
+        key: nn.Parameter(torch.full(shard.shape, float("nan"), dtype=shard.local.dtype))
+        for key, shard in shards.items()
     }
     seed = int.from_bytes(hashlib.sha256(label.encode()).digest()[:7], "big")
     backbone: Any = sharded.classifier.backbone
@@ -143,7 +143,7 @@ def _draw(
         if value.isnan().any():
             raise RunFailed(
                 Reason.BAD_MODEL,
-                f"{type(backbone).__name__} does not initialise {pieces[key].name!r}: "
+                f"{type(backbone).__name__} does not initialise {shards[key].name!r}: "
                 "start from a checkpoint",
             )
     return drawn
@@ -157,16 +157,16 @@ def _fill_linears(
     values = {f"{_HEADS}{name}": value for name, value in first.items()}
     for name, value in initial_projections(sharded.classifier, seed).items():
         values[f"{_PROJECTIONS}{name}"] = value
-    for piece in sharded.pieces:
-        if not piece.name.startswith(_BACKBONE):
-            if tuple(values[piece.name].shape) != piece.shape:
+    for shard in sharded.shards:
+        if not shard.name.startswith(_BACKBONE):
+            if tuple(values[shard.name].shape) != shard.shape:
                 raise RunFailed(
                     Reason.BAD_MODEL,
-                    f"{piece.name} has shape {list(values[piece.name].shape)}, the model wants "
-                    f"{list(piece.shape)}",
+                    f"{shard.name} has shape {list(values[shard.name].shape)}, the model wants "
+                    f"{list(shard.shape)}",
                 )
-            whole = values[piece.name].reshape(-1)
-            _put(piece, whole[piece.start : piece.stop], 0, sums)
+            whole = values[shard.name].reshape(-1)
+            _put(shard, whole[shard.start : shard.stop], 0, sums)
 
 
 def _open_weights(directory: Path, stack: ExitStack) -> dict[str, TensorFile]:
@@ -221,21 +221,21 @@ def _key(name: str, where: dict[str, TensorFile], *, prefix: str) -> str:
     )
 
 
-def _fill_from_file(piece: Piece, file: TensorFile, key: str, sums: Checksums) -> None:
+def _fill_from_file(shard: LocalShard, file: TensorFile, key: str, sums: Checksums) -> None:
     shape = file.entries[key].shape
-    if shape != piece.shape:
+    if shape != shard.shape:
         raise ValueError(
             f"{file.path.name}: tensor {key!r} has shape {list(shape)}, "
-            f"the model wants {list(piece.shape)}"
+            f"the model wants {list(shard.shape)}"
         )
-    for at in range(piece.start, max(piece.stop, piece.start + 1), CHUNK_ELEMENTS):
-        stop = min(at + CHUNK_ELEMENTS, piece.stop)
-        _put(piece, file.read(key, at, stop), at - piece.start, sums)
+    for at in range(shard.start, max(shard.stop, shard.start + 1), CHUNK_ELEMENTS):
+        stop = min(at + CHUNK_ELEMENTS, shard.stop)
+        _put(shard, file.read(key, at, stop), at - shard.start, sums)
 
 
-def _put(piece: Piece, values: Tensor, at: int, sums: Checksums) -> None:
-    """Copy some of a piece's elements to where they belong, and remember their sum."""
-    converted = values.to(piece.local.dtype)
-    sums.add(piece.name, converted, at=at)
+def _put(shard: LocalShard, values: Tensor, at: int, sums: Checksums) -> None:
+    """Copy some of a shard's elements to where they belong, and remember their sum."""
+    converted = values.to(shard.local.dtype)
+    sums.add(shard.name, converted, at=at)
     with torch.no_grad():
-        piece.local[at : at + len(converted)].copy_(converted)
+        shard.local[at : at + len(converted)].copy_(converted)

@@ -5,7 +5,7 @@ with the rest (final norm, heads). The heads stay in the root: they are used las
 backward, next to the norm, so a unit of their own would lower no peak.
 
 Whatever the engine, a rank holds of each parameter one contiguous range of its elements in row-major
-order: its `Piece`. Loading, optimizers, checkpoints and export know pieces only.
+order: its `LocalShard`. Loading, optimizers, checkpoints and export know shards only.
 
 `sharding = "none"` replicates: the same units over a mesh whose shard dimension has size 1, so that
 gradients are all-reduced unit by unit and everything else stays as it is.
@@ -63,7 +63,7 @@ class Unit:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class LocalShard:
     """The range [start, stop) of one flattened parameter that this rank holds."""
 
     name: str  # in the unsharded classifier
@@ -101,7 +101,7 @@ class Sharded:
     engine: Engine
     recipe: Recipe
     units: list[Unit]
-    pieces: list[Piece]  # in the order of the classifier's parameters, the same on every rank
+    shards: list[LocalShard]  # in the order of the classifier's parameters, the same on every rank
 
     @property
     def replicated(self) -> bool:
@@ -111,12 +111,12 @@ class Sharded:
     @property
     def num_parameters(self) -> int:
         """Return the size of the whole classifier."""
-        return sum(piece.num_elements for piece in self.pieces)
+        return sum(shard.num_elements for shard in self.shards)
 
     def clear_gradients(self) -> None:
         """Free the gradients of a step that has been applied."""
-        for piece in self.pieces:
-            piece.clear_gradient()
+        for shard in self.shards:
+            shard.clear_gradient()
         if self.engine is Engine.FSDP1:
             # The flat parameter keeps them all until its next forward pass: through an evaluation,
             # or the forward pass of a teacher beside it.
@@ -133,7 +133,7 @@ class Sharded:
                     module.reshard()  # type: ignore[operator]
 
 
-def shard(
+def shard_classifier(
     classifier: Classifier, recipe: Recipe, world: World, *, engine: Engine | None = None
 ) -> Sharded:
     """Shard a classifier that was built under `torch.device("meta")`.
@@ -156,8 +156,8 @@ def shard(
     for name, values in buffers.items():
         owner, _, key = name.rpartition(".")
         classifier.get_submodule(owner)._buffers[key] = values
-    find = _pieces_fsdp2 if engine is Engine.FSDP2 else _pieces_fsdp1
-    found = {piece.name: piece for piece in find(module, sizes, units, world)}
+    find = _local_shards_fsdp2 if engine is Engine.FSDP2 else _local_shards_fsdp1
+    found = {shard.name: shard for shard in find(module, sizes, units, world)}
     assert found.keys() == sizes.keys(), sizes.keys() ^ found.keys()
     return Sharded(
         module=module,
@@ -165,7 +165,7 @@ def shard(
         engine=engine,
         recipe=recipe,
         units=[unit for unit, _ in units],
-        pieces=[found[name] for name in sizes],
+        shards=[found[name] for name in sizes],
     )
 
 
@@ -227,7 +227,7 @@ def _units(
     classifier: nn.Module, own: list[nn.Module], recipe: Recipe, world: World, engine: Engine
 ) -> list[tuple[Unit, set[str]]]:
     """Return the units in module order, root last, each with the names of its parameters."""
-    shards = 1 if recipe.sharding == "none" else world.size
+    num_shards = 1 if recipe.sharding == "none" else world.size
     paths = {id(module): path for path, module in classifier.named_modules()}
     taken: set[str] = set()
     units = []
@@ -242,9 +242,9 @@ def _units(
         taken |= members.keys()
         count = sum(p.numel() for p in members.values())
         if engine is Engine.FSDP2:
-            held = sum(-(-p.shape[0] // shards) * prod(p.shape[1:]) for p in members.values())
+            held = sum(-(-p.shape[0] // num_shards) * prod(p.shape[1:]) for p in members.values())
         else:
-            held = -(-count // shards)
+            held = -(-count // num_shards)
         units.append((Unit(plain_name(path + ".").rstrip("."), count, held), set(members)))
     return units
 
@@ -328,12 +328,12 @@ def _dtypes(recipe: Recipe) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     return parameter_dtype(recipe), DTYPES[recipe.compute], DTYPES[recipe.reduce]
 
 
-def _pieces_fsdp2(
+def _local_shards_fsdp2(
     module: nn.Module,
     sizes: dict[str, tuple[int, ...]],
     units: list[tuple[Unit, set[str]]],
     world: World,
-) -> Iterator[Piece]:
+) -> Iterator[LocalShard]:
     unit_of = {name: i for i, (_, members) in enumerate(units) for name in members}
     for full_name, parameter in module.named_parameters():
         name = plain_name(full_name)
@@ -346,15 +346,15 @@ def _pieces_fsdp2(
         if local.shape[0] != shape[0]:
             first = min(world.rank * -(-shape[0] // world.size), shape[0])
         start, stop = first * row, (first + local.shape[0]) * row
-        yield Piece(name, shape, start, stop, unit_of[name], parameter, local.view(-1))
+        yield LocalShard(name, shape, start, stop, unit_of[name], parameter, local.view(-1))
 
 
-def _pieces_fsdp1(
+def _local_shards_fsdp1(
     module: nn.Module,
     sizes: dict[str, tuple[int, ...]],
     units: list[tuple[Unit, set[str]]],
     _world: World,
-) -> Iterator[Piece]:
+) -> Iterator[LocalShard]:
     unit_of = {name: i for i, (_, members) in enumerate(units) for name in members}
     names = {id(p): plain_name(name) for name, p in module.named_parameters()}
     for wrapper in FullyShardedDataParallel.fsdp_modules(module):
@@ -374,4 +374,4 @@ def _pieces_fsdp1(
                 local = shard_data[at : at + stop - start]
             else:
                 start, stop, local = 0, prod(shape), parameter.data.view(-1)
-            yield Piece(name, shape, start, stop, unit_of[name], parameter, local)
+            yield LocalShard(name, shape, start, stop, unit_of[name], parameter, local)
