@@ -9,13 +9,15 @@ import pytest
 from services.shared.launch.processes import GUARD
 
 
-def _run(*options: str, command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:
+def _run(
+    *options: str, command: list[str], env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-I", "-S", str(GUARD), *options, *command],
         capture_output=True,
         text=True,
         check=False,
-        **kwargs,
+        env=env,
     )
 
 

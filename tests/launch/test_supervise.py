@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def _settings(tmp_path: Path, **changes: object) -> JobSettings:
-    values = {
+    values: dict[str, Any] = {
         "database_url": "postgresql://nowhere/none",
         "broker_url": "redis://nowhere",
         "data_dir": tmp_path,

@@ -1,6 +1,7 @@
 """Real torchrun, real ranks: what dies with what, and what torchrun says of it."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def _pids(run: RunDirectory) -> list[int]:
     return [int(text) for text in texts] if all(texts) else []
 
 
-def _supervise(run: RunDirectory, launch: Launch, beat: object) -> RunExit | None:
+def _supervise(
+    run: RunDirectory, launch: Launch, beat: Callable[[], HeartbeatReply]
+) -> RunExit | None:
     settings = JobSettings(
         database_url="postgresql://nowhere/none",
         broker_url="redis://nowhere",

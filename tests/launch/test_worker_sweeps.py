@@ -67,7 +67,7 @@ def test_without_a_name_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_after_an_outage_leases_get_the_time_of_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, asked = [1000.0], []
-    monkeypatch.setattr(worker.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("services.shared.launch.worker.time.monotonic", lambda: clock[0])
 
     def sweep(*_: object, ends_lost: bool) -> None:
         asked.append((clock[0], ends_lost))

@@ -1,4 +1,4 @@
-"""Runs `rank_checks.py` once on two gloo ranks; every test reads what its check measured."""
+"""Run all rank checks once on two gloo ranks; every test reads the result of its check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from services.shared.memory.recipe import Engine
 from services.shared.training.sharding.shard import default_engine
+from tests.training.rank_checks import Measured
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -27,11 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Return the result of a check by name; a check that failed on the ranks fails the test."""
     directory = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(Path(__file__).with_name("rank_checks.py"))]
+    command += ["--nproc-per-node", "2", "-m", "tests.training.rank_runner"]
     run = subprocess.run(
         [*command, str(directory)],
         cwd=REPOSITORY,

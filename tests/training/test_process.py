@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553"
         (ZeroDivisionError(), "crashed"),
     ],
 )
-def test_every_error_has_a_stable_reason(error, reason):
+def test_every_error_has_a_stable_reason(error: BaseException, reason: str) -> None:
     assert reason_of(error) == reason
 
 
@@ -73,24 +74,29 @@ def test_every_error_has_a_stable_reason(error, reason):
         ("CUDA error: out of memory", None),
     ],
 )
-def test_the_failing_request_is_read_from_the_message(message, request_bytes):
+def test_the_failing_request_is_read_from_the_message(
+    message: str, request_bytes: int | None
+) -> None:
     failure = describe_failure(RuntimeError(message), rank=3, position=Position("backward", 7))
     assert failure.request_bytes == request_bytes
     assert (failure.rank, failure.phase, failure.step) == (3, "backward", 7)
 
 
-def test_torchs_own_error_names_the_bytes_it_could_not_get():
+def test_torchs_own_error_names_the_bytes_it_could_not_get() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**44, dtype=torch.float32)  # 64 TiB: beyond the address space of a process
     failure = describe_failure(caught.value, rank=0, position=Position())
     assert failure.reason is Reason.HOST_OUT_OF_MEMORY
     assert failure.request_bytes == 2**46
+    assert failure.allocator is not None
     assert failure.allocator["basis"] == "process"
     assert failure.allocator["resident_bytes"] <= failure.allocator["peak_resident_bytes"]
 
 
-def test_a_failure_is_told_though_the_allocator_cannot_be_asked_any_more(monkeypatch):
-    def lost():
+def test_a_failure_is_told_though_the_allocator_cannot_be_asked_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lost() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -99,7 +105,9 @@ def test_a_failure_is_told_though_the_allocator_cannot_be_asked_any_more(monkeyp
     assert (failure.message, failure.allocator) == ("first", None)
 
 
-def test_a_failure_is_written_for_the_worker_and_for_torchrun(tmp_path, monkeypatch):
+def test_a_failure_is_written_for_the_worker_and_for_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error_file = tmp_path / "elastic.json"
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
@@ -113,25 +121,25 @@ def test_a_failure_is_written_for_the_worker_and_for_torchrun(tmp_path, monkeypa
     assert "no more" in json.dumps(json.loads(error_file.read_text()))
 
 
-def test_a_good_end_leaves_no_failure(tmp_path):
+def test_a_good_end_leaves_no_failure(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     with report_failures(run, Position()):
         pass
     assert run.ranks() == []
 
 
-def test_blame_gives_a_users_mistake_its_reason():
+def test_blame_gives_a_users_mistake_its_reason() -> None:
     with pytest.raises(RunFailed, match="no such column") as caught, fail_with(Reason.BAD_DATA):
         raise ValueError("no such column")
     assert caught.value.reason is Reason.BAD_DATA
 
 
-def test_blame_leaves_a_full_disk_a_full_disk():
+def test_blame_leaves_a_full_disk_a_full_disk() -> None:
     with pytest.raises(OSError, match="No space"), fail_with(Reason.BAD_MODEL):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_spec_that_cannot_be_read_is_a_bad_spec(tmp_path):
+def test_a_spec_that_cannot_be_read_is_a_bad_spec(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.spec.write_text('{"job_id": 1}')
     with pytest.raises(RunFailed) as caught:
@@ -140,7 +148,7 @@ def test_a_spec_that_cannot_be_read_is_a_bad_spec(tmp_path):
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "handed_back", "timed_out"])
-def test_rank_0_sees_a_stop_request_and_all_agree(tmp_path, reason):
+def test_rank_0_sees_a_stop_request_and_all_agree(tmp_path: Path, reason: str) -> None:
     run = RunDirectory(tmp_path)
     first, second = StopWatch(run, rank=0), StopWatch(run, rank=1)
     write_json(run.stop, StopRequest(reason=reason))
@@ -149,12 +157,12 @@ def test_rank_0_sees_a_stop_request_and_all_agree(tmp_path, reason):
     assert agreed_stop(votes) == reason
 
 
-def test_without_a_request_nobody_stops(tmp_path):
+def test_without_a_request_nobody_stops(tmp_path: Path) -> None:
     assert agreed_stop(StopWatch(RunDirectory(tmp_path), rank=0).flags()) is None
 
 
-def test_a_step_draws_the_same_numbers_again_and_others_than_its_neighbours():
-    drawn = {}
+def test_a_step_draws_the_same_numbers_again_and_others_than_its_neighbours() -> None:
+    drawn: dict[tuple[int, int], list[list[float]]] = {}
     for step, rank in ((0, 0), (0, 1), (1, 0), (0, 0)):
         seed_step(3, step, rank)
         drawn.setdefault((step, rank), []).append(torch.rand(3).tolist())

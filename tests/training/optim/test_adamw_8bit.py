@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 
 from services.shared.training.optim.adamw_8bit import BLOCK, AdamW8Bit, decode, encode_into, table
-from services.shared.training.optim.update_rules import Group
+from services.shared.training.optim.parameter_groups import ParameterGroup
+from services.shared.training.sharding.shard import LocalShard
 
 SIZE = 3 * BLOCK + 41
 
 
-@dataclass
-class FakeShard:
-    name: str
-    local: Tensor
-    grad: Tensor | None = None
-
-    def gradient(self) -> Tensor | None:
-        return self.grad
+def shard_of(values: Tensor) -> LocalShard:
+    """Return a shard that holds all of a vector."""
+    parameter = torch.nn.Parameter(values)
+    local = parameter.detach()
+    return LocalShard("w", tuple(local.shape), 0, len(local), 0, parameter, local)
 
 
 def encoded(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +35,7 @@ def draw(seed: int, *, signed: bool = True) -> Tensor:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_a_table_has_256_values_in_order_with_zero_and_one(signed):
+def test_a_table_has_256_values_in_order_with_zero_and_one(signed: bool) -> None:
     entries = table(signed=signed)
     assert len(entries) == 256
     assert bool((entries[1:] > entries[:-1]).all())
@@ -48,7 +44,7 @@ def test_a_table_has_256_values_in_order_with_zero_and_one(signed):
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_every_value_becomes_the_nearest_entry_of_its_block(signed):
+def test_every_value_becomes_the_nearest_entry_of_its_block(signed: bool) -> None:
     values = draw(0, signed=signed)
     codes, scale, entries = encoded(values, signed=signed)
     found = decode(codes, scale, entries)
@@ -60,21 +56,21 @@ def test_every_value_becomes_the_nearest_entry_of_its_block(signed):
         assert torch.allclose(found[at : at + BLOCK], nearest, rtol=1e-6, atol=0)
 
 
-def test_zeros_stay_zeros():
+def test_zeros_stay_zeros() -> None:
     codes, scale, entries = encoded(torch.zeros(SIZE), signed=True)
     assert decode(codes, scale, entries).count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_follow_adamw_whose_moments_are_rounded_between_steps(dtype):
+def test_steps_follow_adamw_whose_moments_are_rounded_between_steps(dtype: torch.dtype) -> None:
     weights = draw(1).to(dtype)
-    shard = FakeShard("w", weights.clone())
-    rule = AdamW8Bit([Group([shard], 0.1)], seed=0, rank=0)
+    shard = shard_of(weights.clone())
+    rule = AdamW8Bit([ParameterGroup([shard], 0.1)], seed=0, rank=0)
     expected = weights.double()
     moments = [torch.zeros(SIZE), torch.zeros(SIZE)]
     for step in range(5):
         g = draw(step + 10).to(dtype)
-        shard.grad = g
+        shard.parameter.grad = g
         rule.apply([shard], 1e-2, step)
         mean = 0.9 * moments[0] + 0.1 * g.float()
         square = 0.999 * moments[1] + 0.001 * g.float() ** 2
@@ -89,10 +85,10 @@ def test_steps_follow_adamw_whose_moments_are_rounded_between_steps(dtype):
     assert not torch.allclose(weights.double(), expected, rtol=0.02, atol=0.02)
 
 
-def test_state_that_was_cut_elsewhere_is_encoded_anew():
-    shard = FakeShard("w", draw(1))
-    rule = AdamW8Bit([Group([shard], 0.0)], seed=0, rank=0)
-    shard.grad = draw(2)
+def test_state_that_was_cut_elsewhere_is_encoded_anew() -> None:
+    shard = shard_of(draw(1))
+    rule = AdamW8Bit([ParameterGroup([shard], 0.0)], seed=0, rank=0)
+    shard.parameter.grad = draw(2)
     rule.apply([shard], 1e-2, 0)
     state = rule.state()["w"]
     saved = {
@@ -117,10 +113,10 @@ def test_a_piece_of_several_chunks_is_updated_as_one(monkeypatch: pytest.MonkeyP
     found = []
     for chunk in (AdamW8Bit.chunk_elements, 2 * BLOCK):
         monkeypatch.setattr(AdamW8Bit, "chunk_elements", chunk)
-        shard = FakeShard("w", draw(1))
-        rule = AdamW8Bit([Group([shard], 0.1)], seed=0, rank=0)
+        shard = shard_of(draw(1))
+        rule = AdamW8Bit([ParameterGroup([shard], 0.1)], seed=0, rank=0)
         for step in range(3):
-            shard.grad = draw(step + 10)
+            shard.parameter.grad = draw(step + 10)
             rule.apply([shard], 1e-2, step)
         found.append([shard.local, *rule.state()["w"].values()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_the_library_writes_is_read(tmp_path, dtype):
+def test_what_the_library_writes_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"a": some(dtype, 3, 5), "b": some(dtype, 7)}
     save_file(tensors, tmp_path / "x.safetensors")
     with TensorFile(tmp_path / "x.safetensors") as file:
@@ -32,7 +33,7 @@ def test_what_the_library_writes_is_read(tmp_path, dtype):
 
 @settings(max_examples=60, deadline=None)
 @given(span=st.tuples(st.integers(0, 15), st.integers(0, 15)).map(sorted))
-def test_any_range_is_that_range(tmp_path_factory, span):
+def test_any_range_is_that_range(tmp_path_factory: pytest.TempPathFactory, span: list[int]) -> None:
     path = tmp_path_factory.mktemp("ranges") / "x.safetensors"
     tensor = some(torch.bfloat16, 3, 5)
     save_file({"other": some(torch.float32, 2), "a": tensor}, path)
@@ -42,7 +43,7 @@ def test_any_range_is_that_range(tmp_path_factory, span):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_we_write_the_library_reads(tmp_path, dtype):
+def test_what_we_write_the_library_reads(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {"b": some(dtype, 4, 2), "a": some(dtype, 0), "c": some(dtype)}
     path = tmp_path / "x.safetensors"
     layout = [Layout(name, dtype, tuple(value.shape)) for name, value in tensors.items()]
@@ -79,7 +80,9 @@ def raw(header: object, data: bytes = b"") -> bytes:
         (raw({"a": {"dtype": "F32", "shape": 4, "data_offsets": [0, 4]}}), "is not a safetensors"),
     ],
 )
-def test_a_file_that_is_no_whole_safetensors_file_is_refused(tmp_path, content, words):
+def test_a_file_that_is_no_whole_safetensors_file_is_refused(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=words):
@@ -88,7 +91,9 @@ def test_a_file_that_is_no_whole_safetensors_file_is_refused(tmp_path, content, 
 
 @settings(max_examples=150, deadline=None)
 @given(content=st.binary(max_size=200))
-def test_no_bytes_do_worse_than_a_refusal(tmp_path_factory, content):
+def test_no_bytes_do_worse_than_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
     path = tmp_path_factory.mktemp("noise") / "x.safetensors"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="safetensors"):

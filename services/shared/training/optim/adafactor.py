@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.shared.training.optim.parameter_groups import ParameterGroup
 from services.shared.training.optim.stochastic_rounding import SeededGenerators, round_into
+from services.shared.training.sharding.shard import LocalShard
 
 BETA2_DECAY = -0.8  # Shazeer and Stern, section 7.2
 EPSILON_PARAMETER = 1e-3  # their epsilon 2
@@ -29,7 +30,9 @@ class Adafactor:
     whole: frozenset[str] = frozenset({"row_var", "col_var"})
     blocks: Mapping[str, int] = MappingProxyType({})
 
-    def __init__(self, groups: Sequence[Any], *, replicated: bool, seed: int, rank: int) -> None:
+    def __init__(
+        self, groups: Sequence[ParameterGroup], *, replicated: bool, seed: int, rank: int
+    ) -> None:
         self._decay = {p.name: group.weight_decay for group in groups for p in group.shards}
         self._devices = {p.name: p.local.device for group in groups for p in group.shards}
         self._replicated = replicated
@@ -38,7 +41,7 @@ class Adafactor:
         self._generators = SeededGenerators(seed=seed, rank=0 if replicated else rank)
 
     @torch.no_grad()
-    def apply(self, shards: Sequence[Any], learning_rate: float, step: int) -> None:
+    def apply(self, shards: Sequence[LocalShard], learning_rate: float, step: int) -> None:
         """Update `shards` from their gradients, one by one; every rank must hold them all in turn."""
         beta = 1 - float(step + 1) ** BETA2_DECAY
         rate = min(learning_rate, (step + 1) ** -0.5)
@@ -53,7 +56,7 @@ class Adafactor:
             round_into(shard.local, updated.add_(update, alpha=-scale * rate), generator)
 
     def _update(
-        self, shard: Any, current: Tensor, gradient: Tensor, *, beta: float
+        self, shard: LocalShard, current: Tensor, gradient: Tensor, *, beta: float
     ) -> tuple[Tensor, float]:
         """Return the direction [n] and its length in units of the relative rate."""
         squares = gradient.square()
@@ -68,7 +71,7 @@ class Adafactor:
         parameter_rms, update_rms = (sums / shard.num_elements).sqrt().tolist()
         return update, max(EPSILON_PARAMETER, parameter_rms) / max(1.0, update_rms / CLIP)
 
-    def _factored(self, shard: Any, squares: Tensor, *, beta: float) -> Tensor:
+    def _factored(self, shard: LocalShard, squares: Tensor, *, beta: float) -> Tensor:
         """Update the row and column means and return the second moment of each element, [n]."""
         columns = shard.shape[-1]
         rows = shard.num_elements // columns

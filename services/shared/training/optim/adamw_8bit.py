@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from services.shared.training.optim.chunked_adamw import ChunkedAdamW
+from services.shared.training.optim.parameter_groups import ParameterGroup
 from services.shared.training.optim.stochastic_rounding import round_into
 
 BLOCK = 256
@@ -30,7 +30,7 @@ class AdamW8Bit(ChunkedAdamW):
     blocks: Mapping[str, int] = MappingProxyType({f"{key}_scale": BLOCK for key in _MOMENTS})
     chunk_elements = 4 * 2**20  # a multiple of BLOCK
 
-    def __init__(self, groups: Sequence[Any], *, seed: int, rank: int) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], *, seed: int, rank: int) -> None:
         super().__init__(groups, seed=seed, rank=rank)
         self._tables = {key: table(signed=signed) for key, signed in _MOMENTS.items()}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.shared.training.optim.parameter_groups import ParameterGroup
 from services.shared.training.optim.stochastic_rounding import SeededGenerators
+from services.shared.training.sharding.shard import LocalShard
 
 
 class ChunkedAdamW:
@@ -22,7 +23,7 @@ class ChunkedAdamW:
 
     def __init__(
         self,
-        groups: Sequence[Any],
+        groups: Sequence[ParameterGroup],
         *,
         seed: int,
         rank: int,
@@ -35,7 +36,7 @@ class ChunkedAdamW:
         self._betas, self._epsilon = betas, epsilon
 
     @torch.no_grad()
-    def apply(self, shards: Sequence[Any], learning_rate: float, step: int) -> None:
+    def apply(self, shards: Sequence[LocalShard], learning_rate: float, step: int) -> None:
         """Update `shards` from their gradients; `step` counts from 0."""
         for shard in shards:
             gradient = shard.gradient()

@@ -7,7 +7,6 @@ exactly as the parameters are: a checkpoint of one number of ranks can be read b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -19,16 +18,9 @@ from services.shared.jobs.state import Reason
 from services.shared.training.optim.adafactor import Adafactor
 from services.shared.training.optim.adamw_8bit import AdamW8Bit
 from services.shared.training.optim.adamw_bf16 import AdamWBf16
+from services.shared.training.optim.parameter_groups import ParameterGroup, decay_groups
 from services.shared.training.process import RunFailed
 from services.shared.training.sharding.shard import LocalShard, Sharded
-
-
-@dataclass
-class Group:
-    """Shards with the same weight decay."""
-
-    shards: list[LocalShard]
-    weight_decay: float
 
 
 class UpdateRule(Protocol):
@@ -69,14 +61,6 @@ def build_rule(sharded: Sharded, training: Training, *, rank: int) -> UpdateRule
     return rule(groups, seed=training.seed, rank=0 if sharded.replicated else rank)
 
 
-def decay_groups(shards: Sequence[LocalShard], weight_decay: float) -> list[Group]:
-    """Return matrices with weight decay; norms and biases (one dimension) without."""
-    return [
-        Group([shard for shard in shards if len(shard.shape) > 1], weight_decay),
-        Group([shard for shard in shards if len(shard.shape) <= 1], 0.0),
-    ]
-
-
 class TorchRule:
     """AdamW or SGD of torch: one instance for all shards, or one each where they are applied apart.
 
@@ -90,20 +74,22 @@ class TorchRule:
     whole: frozenset[str] = frozenset({"step"})
     blocks: Mapping[str, int] = MappingProxyType({})
 
-    def __init__(self, recipe: Recipe, groups: Sequence[Group]) -> None:
+    def __init__(self, recipe: Recipe, groups: Sequence[ParameterGroup]) -> None:
         self._fused = recipe.optimizer_impl == "fused"
         self._on_host = recipe.offload == "optimizer"
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        held = [Group([p for p in g.shards if p.local.numel()], g.weight_decay) for g in groups]
+        held = [
+            ParameterGroup([p for p in g.shards if p.local.numel()], g.weight_decay) for g in groups
+        ]
         if recipe.optimizer_in_backward or self._on_host:
             for group in held:
                 for shard in group.shards:
-                    self._add(recipe, [Group([shard], group.weight_decay)])
+                    self._add(recipe, [ParameterGroup([shard], group.weight_decay)])
         elif any(group.shards for group in held):
             self._add(recipe, held)
 
-    def _add(self, recipe: Recipe, groups: Sequence[Group]) -> None:
+    def _add(self, recipe: Recipe, groups: Sequence[ParameterGroup]) -> None:
         shards = [shard for group in groups for shard in group.shards]
         for shard in shards:
             local = shard.local

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from services.shared.datasets.card import Head
 from services.shared.model.classifier import build_classifier, build_config
 from services.shared.training.optim.adamw_8bit import AdamW8Bit
+from services.shared.training.optim.parameter_groups import ParameterGroup
 from services.shared.training.selfcheck.rank_checks import check_ranks
+from services.shared.training.sharding.shard import LocalShard
 
 Result = tuple[str, str, str]  # status, detail, remedy
 _OK, _WARNING, _FAILED, _NOT = "ok", "warning", "failed", "not_applicable"
@@ -254,9 +255,11 @@ def _bytes_saved_for_backward(classifier: torch.nn.Module, device: torch.device)
 
 def _eight_bit(device: torch.device) -> Result:
     """The first step of AdamW goes by the signs of the gradient, whatever its moments are kept in."""
-    weight = torch.ones(64 * 256, device=device)
-    shard = SimpleNamespace(name="weight", local=weight, gradient=lambda: torch.ones_like(weight))
-    rule = AdamW8Bit([SimpleNamespace(shards=[shard], weight_decay=0.0)], seed=0, rank=0)
+    parameter = torch.nn.Parameter(torch.ones(64 * 256, device=device))
+    weight = parameter.detach()
+    parameter.grad = torch.ones_like(weight)
+    shard = LocalShard("weight", tuple(weight.shape), 0, len(weight), 0, parameter, weight)
+    rule = AdamW8Bit([ParameterGroup([shard], weight_decay=0.0)], seed=0, rank=0)
     rule.apply([shard], 0.1, 0)
     moved = float((1 - weight).mean())
     if not 0.099 < moved < 0.101:
