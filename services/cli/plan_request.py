@@ -16,7 +16,7 @@ from services.shared.memory.architecture.shape import Shape, load
 from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import Hardware, find_device, machine
-from services.shared.memory.planning.frozen_teacher import Beside, Placement
+from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.recipe import (
     Attention,
     Embedding,
@@ -45,7 +45,7 @@ class PlanRequest:
     recipe: Recipe
     hardware: Hardware
     teacher: str | None
-    beside: Beside | None
+    beside: FrozenTeacher | None
 
 
 def read_request(
@@ -152,7 +152,7 @@ def read_request(
             loading=loading,
         ),
         teacher=teacher,
-        beside=Beside(load(teacher, heads=classes), teacher_placement) if teacher else None,
+        beside=FrozenTeacher(load(teacher, heads=classes), teacher_placement) if teacher else None,
     )
 
 

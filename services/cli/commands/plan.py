@@ -24,8 +24,8 @@ def plan(
     """Compute what a job takes before it runs: the peak on each rank, by phase and by component."""
     planned, offered, refused = _plan(request)
     if as_json:
-        documents = [[a.to_json() for a in some] for some in (offered, refused)]
-        typer.echo(json.dumps(planned.to_json(*documents), indent=2))
+        documents = [[a.to_dict() for a in some] for some in (offered, refused)]
+        typer.echo(json.dumps(planned.to_dict(*documents), indent=2))
         return
     show_plan(Console(), planned, offered, refused)
 

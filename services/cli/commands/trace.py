@@ -68,7 +68,7 @@ def trace(
             "rows": [row._asdict() | {"error": row.error} for row in rows],
             "planned_peak_bytes": planned.peak_bytes,
             "budget_bytes": request.hardware.budget_bytes,
-            "recipe": planned.recipe.to_json(),
+            "recipe": planned.recipe.to_dict(),
         }
         typer.echo(json.dumps(document, indent=2))
         return

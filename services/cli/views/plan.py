@@ -126,7 +126,7 @@ def _components(plan: Plan) -> Table:
 
 
 def _host_line(plan: Plan) -> Text:
-    parts = [f"{name} {format_size(size)}" for name, size in plan.host.to_json().items() if size]
+    parts = [f"{name} {format_size(size)}" for name, size in plan.host._asdict().items() if size]
     memory = plan.hardware.host_memory_bytes
     of = f" of {format_size(memory)}" if memory is not None else ""
     text = Text("host ")

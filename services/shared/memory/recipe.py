@@ -1,11 +1,11 @@
-"""The recipe: every choice that decides how the state of a training lies in memory."""
+"""The recipe: every choice that the memory of a training job depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from services.shared.memory.errors import InvalidInput
 
@@ -238,10 +238,41 @@ class Recipe:
                 raise InvalidInput(name, "is no knob of a recipe", accepted=known)
         return replace(self, **changes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the knobs as plain JSON values."""
+    def to_dict(self) -> RecipeDict:
+        """Return the fields as plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: str(v) if isinstance(v, Enum) else v for name, v in values.items()}
+        plain = {name: str(v) if isinstance(v, Enum) else v for name, v in values.items()}
+        return cast("RecipeDict", plain)
+
+
+class RecipeDict(TypedDict):
+    """A recipe as JSON: enums by their values. See `Recipe`."""
+
+    sharding: str
+    engine: str
+    shard_ranks: int | None
+    reshard_root: bool
+    wrap: str
+    embedding: str
+    prefetch: str
+    parameters: str
+    compute: str
+    reduce: str
+    optimizer: str
+    optimizer_impl: str
+    optimizer_in_backward: bool
+    activation_checkpointing: bool
+    attention: str
+    attention_mask: bool
+    micro_batch: int
+    sequence_length: int
+    accumulate: int
+    reduce_each: bool
+    offload: str
+    loading: str
+    checkpoint: str
+    upcast_after_wrap: bool
+    data_workers: int
 
 
 _ENUMS: dict[str, type[Enum]] = {

@@ -36,7 +36,7 @@ def test_what_loses_nothing_comes_before_what_loses_something() -> None:
 def test_every_alternative_is_the_plan_of_its_changes() -> None:
     hardware = _machine()
     for offered in alternatives(_GOLDEN, _FSDP1, hardware):
-        document = offered.to_json()
+        document = offered.to_dict()
         applied = plan(_GOLDEN, _FSDP1.with_changes(document["changes"]), hardware)
         assert applied.peak_bytes == document["peak_bytes"]
         assert applied.runs

@@ -14,7 +14,7 @@ from services.shared.memory.architecture.shape import Shape, from_config, from_p
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import machine
 from services.shared.memory.planning.alternatives import alternatives
-from services.shared.memory.planning.frozen_teacher import Beside, Placement
+from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.planning.ledger import Phase
 from services.shared.memory.planning.plan import Plan, Verdict, plan, plan_distillation
 from services.shared.memory.recipe import Recipe
@@ -251,7 +251,7 @@ def test_a_distillation_holds_the_teacher_beside_the_student() -> None:
     recipe = Recipe().with_changes({"micro_batch": 4, "sequence_length": 512})
     hardware = machine("k100_ai", ranks=8)
     alone = plan(student, recipe, hardware)
-    together = plan_distillation(Beside(teacher), student, hardware, student_recipe=recipe)
+    together = plan_distillation(FrozenTeacher(teacher), student, hardware, student_recipe=recipe)
     shards = 2 * teacher.num_parameters // 8
     assert together.components.other_model == pytest.approx(shards, rel=0.001)
     gathered = together.phase_peaks[Phase.FORWARD].live_bytes - shards
@@ -264,13 +264,13 @@ def test_a_distillation_holds_the_teacher_beside_the_student() -> None:
 def test_a_replicated_teacher_lies_whole_on_every_rank() -> None:
     teacher, student = from_preset("qwen3-8b"), from_preset("qwen3-0.6b")
     hardware = machine("k100_ai", ranks=8)
-    whole = Beside(teacher, Placement.REPLICATED)
+    whole = FrozenTeacher(teacher, Placement.REPLICATED)
     together = plan_distillation(whole, student, hardware, student_recipe=Recipe())
     assert together.components.other_model == pytest.approx(2 * teacher.num_parameters, rel=0.001)
 
 
 def test_a_teacher_stays_on_the_device_when_its_student_is_offloaded() -> None:
-    teacher, student = Beside(from_preset("qwen3-8b")), from_preset("qwen3-0.6b")
+    teacher, student = FrozenTeacher(from_preset("qwen3-8b")), from_preset("qwen3-0.6b")
     hardware = machine("k100_ai", ranks=8, host_memory_bytes=512 * GIB)
     planned = plan_distillation(
         teacher, student, hardware, student_recipe=Recipe(offload="all", wrap="root")
@@ -284,7 +284,7 @@ def test_every_rank_reads_a_whole_teacher_into_the_host() -> None:
     teacher, student = from_preset("qwen3-8b"), from_preset("qwen3-0.6b")
     hardware = machine("k100_ai", ranks=8)
     whole, cut = (
-        plan_distillation(Beside(teacher, how), student, hardware, student_recipe=Recipe())
+        plan_distillation(FrozenTeacher(teacher, how), student, hardware, student_recipe=Recipe())
         for how in (Placement.REPLICATED, Placement.SHARDED)
     )
     assert whole.host.loading - cut.host.loading > 7 * 2 * teacher.num_parameters
@@ -312,7 +312,7 @@ def test_64_gb_are_less_than_64_gib() -> None:
 
 
 def test_the_json_has_the_contract_s_fields_and_its_components_sum_to_the_peak() -> None:
-    document = json.loads(json.dumps(_golden().to_json()))
+    document = json.loads(json.dumps(_golden().to_dict()))
     fields = (
         "verdict peak_bytes peak_phase budget_bytes headroom_bytes components phases "
         "host_peak_bytes host_verdict layer_unit_bytes root_unit_bytes alternatives"

@@ -15,7 +15,7 @@ from services.cli.commands.trace import Row, compare, prepare
 from services.cli.plan_request import PlanRequest
 from services.shared.memory.architecture.shape import from_config
 from services.shared.memory.hardware import machine
-from services.shared.memory.planning.frozen_teacher import Beside, Placement
+from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.planning.ledger import Phase
 from services.shared.memory.planning.plan import Plan
 from services.shared.memory.recipe import Engine, Recipe
@@ -100,7 +100,7 @@ def request_of(
         recipe=Recipe(**knobs),
         hardware=machine("cpu", ranks=ranks),
         teacher=str(paths["teacher"]) if teacher else None,
-        beside=Beside(from_config(teacher, heads=(3, 7)), placement) if teacher else None,
+        beside=FrozenTeacher(from_config(teacher, heads=(3, 7)), placement) if teacher else None,
     )
 
 

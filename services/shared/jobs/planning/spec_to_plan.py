@@ -24,7 +24,7 @@ from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning import alternatives
 from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
-from services.shared.memory.planning.frozen_teacher import Beside, Placement
+from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.planning.plan import Plan, Verdict, plan, plan_distillation
 from services.shared.memory.sizes import format_size, parse_size
 
@@ -79,7 +79,7 @@ def plan_job(
         moved, changes = split_changes(changes)
         placement = placement if moved is None else Placement(moved)
         chosen_recipe = Recipe.model_validate(wanted.model_dump() | changes)
-    document = chosen.to_json([a.to_json() for a in offered])
+    document: dict[str, Any] = dict(chosen.to_dict([a.to_dict() for a in offered]))
     if placement is not None:
         document["teacher_placement"] = str(placement)  # the ranks do as planned
     if not chosen.runs and not spec.allow_overcommit:
@@ -140,10 +140,10 @@ def as_the_ranks_run(
     )
 
 
-def beside_of(teacher: Teacher, student: recipe.Recipe, placement: Placement) -> Beside:
+def beside_of(teacher: Teacher, student: recipe.Recipe, placement: Placement) -> FrozenTeacher:
     """Return a teacher as it lies beside a student that runs with a recipe."""
     masked = as_the_ranks_run(student, teacher.shape).attention_mask
-    return Beside(teacher.shape, placement, masked=masked, whole_only=teacher.whole_only)
+    return FrozenTeacher(teacher.shape, placement, masked=masked, whole_only=teacher.whole_only)
 
 
 def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
@@ -227,7 +227,7 @@ def _plan(
     teacher: Teacher | None,
     memory_recipe: recipe.Recipe,
     machine: hardware.Hardware,
-) -> tuple[Plan, Beside | None]:
+) -> tuple[Plan, FrozenTeacher | None]:
     """Return the plan, and how a teacher lies in it: whole on every rank only where that fits well."""
     if teacher is None:
         return plan(model, memory_recipe, machine), None

@@ -49,7 +49,7 @@ from services.shared.memory.forensics.diagnose import diagnose
 from services.shared.memory.forensics.diagnosis import Cause
 from services.shared.memory.forensics.remedies import fixed_by_smaller_recipe
 from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT, alternatives
-from services.shared.memory.planning.frozen_teacher import Beside, Placement
+from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.recipe import Engine
 from services.shared.memory.recipe import Recipe as MemoryRecipe
 
@@ -68,7 +68,7 @@ class _Job:
 
     model: Shape
     teacher: Teacher | None
-    beside: Beside | None  # how the teacher lay on the ranks
+    beside: FrozenTeacher | None  # how the teacher lay on the ranks
     recipe: MemoryRecipe
 
 
@@ -128,7 +128,7 @@ def _known_job(claim: Claim, recipe: Recipe, settings: JobSettings) -> _Job | No
     return _Job(model, teacher, _beside(teacher, claim, planned), planned)
 
 
-def _beside(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> Beside | None:
+def _beside(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> FrozenTeacher | None:
     if teacher is None:
         return None
     assert isinstance(claim.spec, DistillSpec)

@@ -1,31 +1,31 @@
-"""A backward pass written into the books, from the last layer to the root."""
+"""A backward pass written into the ledger, from the last layer to the root."""
 
 from __future__ import annotations
 
 from services.shared.memory.planning.allocation_tape import rounded
 from services.shared.memory.planning.optimizer_step import update_temporaries
-from services.shared.memory.planning.rank_job import Run
+from services.shared.memory.planning.rank_job import SimulationRun
 from services.shared.memory.planning.sharding_units import UnitSizes
 from services.shared.memory.recipe import Engine, Prefetch
 
 
-def write_backward(run: Run) -> None:
-    """Write the backward pass of the books' micro-batch; reduced gradients stay afterwards."""
-    books, job = run.books, run.job
-    base = books.activations - run.saved_before(job.num_layers)
+def write_backward(run: SimulationRun) -> None:
+    """Write the backward pass of the ledger' micro-batch; reduced gradients stay afterwards."""
+    ledger, job = run.ledger, run.job
+    base = ledger.activations - run.saved_before(job.num_layers)
     if not job.recipe.activation_checkpointing:
         # Only a layer that is run again needs the mask again.
         base -= job.mask_bytes
-    books.activations = base + run.saved_at(job.num_layers - 1)
+    ledger.activations = base + run.saved_at(job.num_layers - 1)
     _hold_gradients(run, job.num_layers)
     _enter_root(run)
     for index in reversed(run.indices()):
-        books.activations = base + run.saved_at(index)
+        ledger.activations = base + run.saved_at(index)
         _hold_gradients(run, index + 1)
         _layer(run, index, after=base + run.saved_after(index))
-    books.activations = 0
+    ledger.activations = 0
     _hold_gradients(run, 0)
-    books.unsharded = job.units.root.whole_parameter_bytes
+    ledger.unsharded = job.units.root.whole_parameter_bytes
     embedding = job.units.embedding
     if embedding is not None:
         _embedding(run, embedding)
@@ -33,12 +33,12 @@ def write_backward(run: Run) -> None:
     _finish(run)
 
 
-def _enter_root(run: Run) -> None:
+def _enter_root(run: SimulationRun) -> None:
     """Write what comes before the last layer: the root's own gather, the final norm, the heads."""
-    books, job, root = run.books, run.job, run.job.units.root
+    ledger, job, root = run.ledger, run.job, run.job.units.root
     if job.resharded_root:
-        books.unsharded -= root.whole_parameter_bytes
-        books.mark(
+        ledger.unsharded -= root.whole_parameter_bytes
+        ledger.record(
             "root",
             None,
             "gathered root",
@@ -47,52 +47,52 @@ def _enter_root(run: Run) -> None:
             communication=root.gathered_bytes,
             temporaries=job.final.saved_bytes,
         )
-        books.unsharded += root.whole_parameter_bytes
+        ledger.unsharded += root.whole_parameter_bytes
     ahead = _gathered_ahead(run, job.num_layers) if job.layered else 0
-    books.play("root", None, job.final.backward, communication=ahead)
+    ledger.record_tape("root", None, job.final.backward, communication=ahead)
 
 
-def _reduces(run: Run) -> bool:
+def _reduces(run: SimulationRun) -> bool:
     """Whether gradients are reduced in this micro-batch, or kept whole for the last one."""
     recipe = run.job.recipe
-    return recipe.reduce_each or run.books.micro_batch == recipe.accumulate - 1
+    return recipe.reduce_each or run.ledger.micro_batch == recipe.accumulate - 1
 
 
-def _held_apart(run: Run) -> bool:
+def _held_apart(run: SimulationRun) -> bool:
     """Whether whole gradients of earlier micro-batches are alive."""
-    return run.books.micro_batch > 0 and not run.job.recipe.reduce_each
+    return run.ledger.micro_batch > 0 and not run.job.recipe.reduce_each
 
 
-def _hold_gradients(run: Run, left: int) -> None:
+def _hold_gradients(run: SimulationRun, left: int) -> None:
     """Account for the gradients alive when `left` layers have still to run backward."""
-    books, job, recipe = run.books, run.job, run.job.recipe
-    done, first = job.num_layers - left, books.micro_batch == 0
+    ledger, job, recipe = run.ledger, run.job, run.job.recipe
+    done, first = job.num_layers - left, ledger.micro_batch == 0
     whole_layer, whole_root = job.held_layer_gradient_bytes, job.units.root.held_gradient_bytes
     if job.layered:
-        books.communication = done * _all_reduced_bytes(run, job.units.layers[0])
+        ledger.communication = done * _all_reduced_bytes(run, job.units.layers[0])
     part = job.units.layers[0].gradient_bytes if job.layered and job.on_device else 0
-    last = books.micro_batch == recipe.accumulate - 1
-    books.unsharded_gradients = 0 if job.layered else done * job.layer_gradient_bytes
+    last = ledger.micro_batch == recipe.accumulate - 1
+    ledger.unsharded_gradients = 0 if job.layered else done * job.layer_gradient_bytes
     if not recipe.reduce_each and recipe.accumulate > 1:
         # Summed, not what the layers leave of the total: ModernBERT's first layer lacks a norm.
         embedding = job.units.embedding
         others = whole_root + (embedding.held_gradient_bytes if embedding else 0)
-        books.gradients = done * part if last else 0
+        ledger.gradients = done * part if last else 0
         if job.layered:
             waiting = left if last else (done if first else job.num_layers)
-            books.unsharded_gradients = waiting * whole_layer + (0 if first else others)
+            ledger.unsharded_gradients = waiting * whole_layer + (0 if first else others)
         elif not first:
-            new = 0 if recipe.adds_in_place else books.unsharded_gradients
-            books.unsharded_gradients = whole_root + new
+            new = 0 if recipe.adds_in_place else ledger.unsharded_gradients
+            ledger.unsharded_gradients = whole_root + new
     elif recipe.optimizer_in_backward and last:
-        books.gradients = 0 if first else job.gradient_bytes - done * part
-        if books.step == 1 and job.state_on_device and job.layered:
-            books.optimizer = done * job.units.layers[0].optimizer_bytes
+        ledger.gradients = 0 if first else job.gradient_bytes - done * part
+        if ledger.step == 1 and job.state_on_device and job.layered:
+            ledger.optimizer = done * job.units.layers[0].optimizer_bytes
     else:
-        books.gradients = done * part if first else job.gradient_bytes
+        ledger.gradients = done * part if first else job.gradient_bytes
 
 
-def _all_reduced_bytes(run: Run, unit: UnitSizes) -> int:
+def _all_reduced_bytes(run: SimulationRun, unit: UnitSizes) -> int:
     """Return what replicas sum of a unit, kept by FSDP2 to the end of backward (AllReduceState).
 
     Where it is not cast, it is the gradient itself, and outlives that only if it is applied at once.
@@ -104,30 +104,30 @@ def _all_reduced_bytes(run: Run, unit: UnitSizes) -> int:
     return unit.reduce_output_bytes if cast or recipe.optimizer_in_backward else 0
 
 
-def _layer(run: Run, index: int, *, after: int) -> None:
+def _layer(run: SimulationRun, index: int, *, after: int) -> None:
     """Write one layer: gather, recompute and run back, reduce; `after` stays behind it."""
-    books, job = run.books, run.job
-    cost = job.layer if books.micro_batch == 0 else job.adding_layer
+    ledger, job = run.ledger, run.job
+    cost = job.layer if ledger.micro_batch == 0 else job.adding_layer
     if not job.layered:
-        books.play("layer", index, cost.backward)
+        ledger.record_tape("layer", index, cost.backward)
         return
     unit, root_bytes = job.units.layers[index], job.units.root.whole_parameter_bytes
     whole = unit.whole_parameter_bytes
-    books.unsharded = root_bytes + (run.kept_bytes(index + 1) or whole)
+    ledger.unsharded = root_bytes + (run.kept_bytes(index + 1) or whole)
     if not job.keeps_whole:
         _regather(run, unit, index)
     ahead, reduces = _gathered_ahead(run, index), _reduces(run)
     # FSDP2 holds the reduction before this one until this layer begins its own.
     behind = unit.reduce_input_bytes if reduces and index < job.num_layers - 1 else 0
-    books.play(
+    ledger.record_tape(
         "layer",
         index,
         cost.backward,
         communication=ahead + (0 if job.fsdp1 else behind),
     )
-    books.activations = after
+    ledger.activations = after
     if job.fsdp1:
-        books.mark(
+        ledger.record(
             "layer",
             index,
             "flat gradient of one layer",
@@ -135,7 +135,7 @@ def _layer(run: Run, index: int, *, after: int) -> None:
             communication=ahead,
             unsharded_gradients=unit.whole_gradient_bytes + unit.gathered_bytes,
         )
-    books.unsharded -= whole
+    ledger.unsharded -= whole
     if reduces:
         _reduce(run, unit, index, ahead)
         _keep_or_apply(run, unit, ahead)
@@ -143,10 +143,10 @@ def _layer(run: Run, index: int, *, after: int) -> None:
         _keep_whole(run, unit, index, ahead)
 
 
-def _regather(run: Run, unit: UnitSizes, index: int) -> None:
+def _regather(run: SimulationRun, unit: UnitSizes, index: int) -> None:
     job = run.job
     extra = unit.compute_shard_bytes if job.fsdp1 else unit.gathered_bytes
-    run.books.mark(
+    run.ledger.record(
         "layer",
         index,
         "gathered layer",
@@ -156,7 +156,7 @@ def _regather(run: Run, unit: UnitSizes, index: int) -> None:
     )
 
 
-def _gathered_ahead(run: Run, index: int) -> int:
+def _gathered_ahead(run: SimulationRun, index: int) -> int:
     """Return the bytes of the next unit of backward, gathered while this one computes."""
     job = run.job
     if job.keeps_whole or (job.fsdp1 and job.recipe.prefetch is not Prefetch.PRE):
@@ -167,17 +167,19 @@ def _gathered_ahead(run: Run, index: int) -> int:
     return following.whole_parameter_bytes if job.fsdp1 else following.gathered_bytes
 
 
-def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int, *, kept: int = 0) -> None:
+def _reduce(
+    run: SimulationRun, unit: UnitSizes, index: int | None, ahead: int, *, kept: int = 0
+) -> None:
     """Reduce one unit's gradients to this rank's part, in the reduce dtype, then in its own.
 
     `kept` are whole gradients that FSDP2 still names while it reduces.
     """
-    books, recipe = run.books, run.job.recipe
+    ledger, recipe = run.ledger, run.job.recipe
     other = 0 if recipe.reduce is recipe.parameters else unit.reduce_output_bytes
     part = unit.gradient_bytes
     if run.job.fsdp1:
         raised = 0 if recipe.reduce is recipe.compute else unit.reduce_input_bytes
-        books.mark(
+        ledger.record(
             unit.name,
             index,
             "reduced gradient",
@@ -187,7 +189,7 @@ def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int, *, kept: i
             temporaries=part,
         )
         return
-    books.mark(
+    ledger.record(
         unit.name,
         index,
         "reduce-scatter input",
@@ -196,7 +198,7 @@ def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int, *, kept: i
         # Gradients of earlier micro-batches hold this one's already.
         unsharded_gradients=0 if _held_apart(run) else unit.whole_gradient_bytes,
     )
-    books.mark(
+    ledger.record(
         unit.name,
         index,
         "reduced gradient",
@@ -207,11 +209,11 @@ def _reduce(run: Run, unit: UnitSizes, index: int | None, ahead: int, *, kept: i
     )
 
 
-def _embedding(run: Run, unit: UnitSizes) -> None:
+def _embedding(run: SimulationRun, unit: UnitSizes) -> None:
     """Write the backward pass of an embedding that is a unit of its own."""
-    books, job, reduces = run.books, run.job, _reduces(run)
+    ledger, job, reduces = run.ledger, run.job, _reduces(run)
     behind = job.units.layers[0].reduce_input_bytes if reduces and not job.fsdp1 else 0
-    books.mark(
+    ledger.record(
         "embedding",
         None,
         "gradient of the embedding",
@@ -223,18 +225,18 @@ def _embedding(run: Run, unit: UnitSizes) -> None:
     )
     if not reduces:
         _keep_whole(run, unit, None, 0)
-        books.unsharded_gradients += unit.held_gradient_bytes
+        ledger.unsharded_gradients += unit.held_gradient_bytes
         return
     # The last gradient of a unit keeps its name until the unit is done: here it is the only one.
     kept = 0 if job.fsdp1 else unit.whole_gradient_bytes
     _reduce(run, unit, None, 0, kept=kept)
     _keep_or_apply(run, unit, 0, kept=kept)
-    books.communication += _all_reduced_bytes(run, unit)
+    ledger.communication += _all_reduced_bytes(run, unit)
 
 
-def _root(run: Run) -> None:
+def _root(run: SimulationRun) -> None:
     """Write the end of backward: the root's gradients, the embedding's among them where it is."""
-    books, job = run.books, run.job
+    ledger, job = run.ledger, run.job
     root, embedding, reduces = job.units.root, job.units.embedding, _reduces(run)
     behind, held = 0, 0
     if not job.fsdp1:
@@ -243,12 +245,12 @@ def _root(run: Run) -> None:
         held = job.front_bytes + (0 if embedding else job.layer.input_bytes)
     if not job.layered:
         # The layers' gradients are the root's own here; those of micro-batches before stay apart.
-        books.unsharded_gradients = root.held_gradient_bytes if _held_apart(run) else 0
+        ledger.unsharded_gradients = root.held_gradient_bytes if _held_apart(run) else 0
     width = job.recipe.compute.size_bytes
     flat = root.gathered_bytes if job.fsdp1 else 0
-    added = books.unsharded_gradients > 0 and not job.layered and job.recipe.adds_in_place
+    added = ledger.unsharded_gradients > 0 and not job.layered and job.recipe.adds_in_place
     new = rounded(root.largest_tensor_elements * width) if added else root.whole_gradient_bytes
-    books.mark(
+    ledger.record(
         "root",
         None,
         "flat gradient of the root" if job.fsdp1 else "gradient of the root",
@@ -257,7 +259,7 @@ def _root(run: Run) -> None:
         unsharded_gradients=new + flat,
         temporaries=held,
     )
-    books.unsharded = 0
+    ledger.unsharded = 0
     if reduces:
         _reduce(run, root, None, 0)
         _keep_or_apply(run, root, 0)
@@ -265,15 +267,15 @@ def _root(run: Run) -> None:
         _keep_whole(run, root, None, 0)
 
 
-def _keep_whole(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> None:
+def _keep_whole(run: SimulationRun, unit: UnitSizes, index: int | None, ahead: int) -> None:
     """Raise whole gradients to the reduce dtype where FSDP2 keeps them for a later micro-batch.
 
     One by one, each letting go of what it was raised from, the embedding's first.
     """
-    if unit.held_gradient_bytes <= unit.whole_gradient_bytes or run.books.micro_batch > 0:
+    if unit.held_gradient_bytes <= unit.whole_gradient_bytes or run.ledger.micro_batch > 0:
         return
     largest = rounded(unit.largest_tensor_elements * run.job.recipe.reduce.size_bytes)
-    run.books.mark(
+    run.ledger.record(
         unit.name,
         index,
         "whole gradients in the reduce dtype",
@@ -283,15 +285,15 @@ def _keep_whole(run: Run, unit: UnitSizes, index: int | None, ahead: int) -> Non
     )
 
 
-def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int, *, kept: int = 0) -> None:
+def _keep_or_apply(run: SimulationRun, unit: UnitSizes, ahead: int, *, kept: int = 0) -> None:
     """Keep a unit's reduced gradient; with the optimizer in backward, apply it and let it go."""
-    books, job, recipe = run.books, run.job, run.job.recipe
-    if not recipe.optimizer_in_backward or books.micro_batch < recipe.accumulate - 1:
+    ledger, job, recipe = run.ledger, run.job, run.job.recipe
+    if not recipe.optimizer_in_backward or ledger.micro_batch < recipe.accumulate - 1:
         return
     if not job.state_on_device:
         return
-    if books.step == 1:
-        books.optimizer += unit.optimizer_bytes
+    if ledger.step == 1:
+        ledger.optimizer += unit.optimizer_bytes
     update = update_temporaries(recipe, (unit,))
     if job.fsdp1:
         # FSDP1 applies from within its reduction, which still names what it reduces.
@@ -299,7 +301,7 @@ def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int, *, kept: int = 0) -> N
         held = 0 if recipe.reduce is recipe.compute else unit.reduce_input_bytes
     else:
         held = unit.reduce_input_bytes
-    books.mark(
+    ledger.record(
         unit.name,
         None,
         "optimizer update in backward",
@@ -310,13 +312,13 @@ def _keep_or_apply(run: Run, unit: UnitSizes, ahead: int, *, kept: int = 0) -> N
     )
 
 
-def _finish(run: Run) -> None:
-    """Leave the books as they are between backward and what follows."""
-    books, job = run.books, run.job
-    books.unsharded = books.communication = books.unsharded_gradients = books.activations = 0
+def _finish(run: SimulationRun) -> None:
+    """Leave the ledger as they are between backward and what follows."""
+    ledger, job = run.ledger, run.job
+    ledger.unsharded = ledger.communication = ledger.unsharded_gradients = ledger.activations = 0
     if not _reduces(run):
-        books.gradients = 0
-        books.unsharded_gradients = job.units.total("held_gradient_bytes")
+        ledger.gradients = 0
+        ledger.unsharded_gradients = job.units.total("held_gradient_bytes")
         return
-    applied = job.recipe.optimizer_in_backward and (books.micro_batch == job.recipe.accumulate - 1)
-    books.gradients = 0 if applied else job.gradient_bytes
+    applied = job.recipe.optimizer_in_backward and (ledger.micro_batch == job.recipe.accumulate - 1)
+    ledger.gradients = 0 if applied else job.gradient_bytes

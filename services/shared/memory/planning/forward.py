@@ -1,59 +1,59 @@
-"""A forward pass written into the books: gather a unit, run it, let it go."""
+"""A forward pass written into the ledger: gather a unit, run it, let it go."""
 
 from __future__ import annotations
 
 from services.shared.memory.planning.allocation_tape import rounded
-from services.shared.memory.planning.rank_job import Run
+from services.shared.memory.planning.rank_job import SimulationRun
 from services.shared.memory.planning.sharding_units import UnitSizes
 from services.shared.memory.recipe import Engine
 
 
-def write_forward(run: Run, *, first: bool) -> None:
+def write_forward(run: SimulationRun, *, first: bool) -> None:
     """Write a training forward pass; afterwards activations hold all that backward needs."""
-    books, job = run.books, run.job
+    ledger, job = run.ledger, run.job
     left = 0
     if job.fsdp1 and first:
         _lazy_init(run)
         left = _checkpoint_shards(run)
-    elif job.fsdp1 and books.micro_batch == 0 and not job.recipe.optimizer_in_backward:
+    elif job.fsdp1 and ledger.micro_batch == 0 and not job.recipe.optimizer_in_backward:
         _leftover_gradients(run)
-    books.parameters += left
+    ledger.parameters += left
     _enter_root(run)
-    books.activations += job.front_bytes
-    base = books.activations
+    ledger.activations += job.front_bytes
+    base = ledger.activations
     for index in run.indices():
-        books.activations = base + run.saved_before(index)
+        ledger.activations = base + run.saved_before(index)
         _enter_layer(run, index)
-        books.play("layer", index, job.layer.forward)
+        ledger.record_tape("layer", index, job.layer.forward)
         _leave_layer(run, index)
-    books.activations = base + run.saved_before(job.num_layers)
-    books.play("root", None, job.final.forward)
+    ledger.activations = base + run.saved_before(job.num_layers)
+    ledger.record_tape("root", None, job.final.forward)
     # Nothing is gathered after the root: its buffer goes when the root's forward returns.
-    books.communication = 0
-    books.parameters -= left
-    books.unsharded = job.units.root.whole_parameter_bytes + run.kept_bytes(job.num_layers)
+    ledger.communication = 0
+    ledger.parameters -= left
+    ledger.unsharded = job.units.root.whole_parameter_bytes + run.kept_bytes(job.num_layers)
 
 
-def write_inference(run: Run) -> None:
+def write_inference(run: SimulationRun) -> None:
     """Write a forward pass that saves nothing, as in evaluation or in a teacher."""
-    books, job = run.books, run.job
+    ledger, job = run.ledger, run.job
     _enter_root(run)
     for index in run.indices():
         _enter_layer(run, index)
         # The layer's input beside the embedding's output, which keeps its name to the end.
         held = job.layer.input_bytes if index else 0
-        books.activations += held
-        books.play("layer", index, job.layer.inference)
-        books.activations -= held
+        ledger.activations += held
+        ledger.record_tape("layer", index, job.layer.inference)
+        ledger.activations -= held
         _leave_layer(run, index)
-    books.unsharded = books.communication = books.activations = 0
+    ledger.unsharded = ledger.communication = ledger.activations = 0
 
 
-def _enter_root(run: Run) -> None:
+def _enter_root(run: SimulationRun) -> None:
     """Gather the root and whatever runs before the first layer."""
-    books, job = run.books, run.job
+    ledger, job = run.ledger, run.job
     root, embedding = job.units.root, job.units.embedding
-    books.mark(
+    ledger.record(
         "root",
         None,
         "gathered root",
@@ -61,22 +61,22 @@ def _enter_root(run: Run) -> None:
         unsharded=root.whole_parameter_bytes,
         communication=_gather_bytes(run, root),
     )
-    books.unsharded = root.whole_parameter_bytes
+    ledger.unsharded = root.whole_parameter_bytes
     # FSDP2 holds a gather's buffer until the next unit has copied its own out.
-    books.communication = 0 if job.fsdp1 else root.gathered_bytes
-    books.activations += job.tables_bytes + job.layer.input_bytes
+    ledger.communication = 0 if job.fsdp1 else root.gathered_bytes
+    ledger.activations += job.tables_bytes + job.layer.input_bytes
     if embedding is not None:
         _gather(run, embedding, None)
 
 
-def _lazy_init(run: Run) -> None:
+def _lazy_init(run: SimulationRun) -> None:
     """FSDP1's first forward: the root gathers once in the parameters' own dtype."""
     root, recipe = run.job.units.root, run.job.recipe
     kept = 0
     if recipe.upcasts:
         # With use_orig_params the checkpoint's shards outlive their upcast until here.
         kept = rounded(run.job.units.total("shard_elements") * recipe.checkpoint.size_bytes)
-    run.books.mark(
+    run.ledger.record(
         "root",
         None,
         "whole root for the first gather",
@@ -86,7 +86,7 @@ def _lazy_init(run: Run) -> None:
     )
 
 
-def _checkpoint_shards(run: Run) -> int:
+def _checkpoint_shards(run: SimulationRun) -> int:
     """Return the shards in the checkpoint's dtype that are alive in the first forward pass.
 
     After an upcast the root's stays to the end of it, each layer's until the layer has run.
@@ -99,18 +99,18 @@ def _checkpoint_shards(run: Run) -> int:
     return rounded(shards * job.recipe.checkpoint.size_bytes)
 
 
-def _leftover_gradients(run: Run) -> None:
+def _leftover_gradients(run: SimulationRun) -> None:
     """FSDP1 with use_orig_params keeps flat gradients through zero_grad until its next pass."""
     job = run.job
     if job.layered and job.on_device:
         left = job.gradient_bytes - job.units.root.gradient_bytes
-        run.books.mark("root", None, "gradients of the step before", temporaries=left)
+        run.ledger.record("root", None, "gradients of the step before", temporaries=left)
 
 
-def _gather(run: Run, unit: UnitSizes, index: int | None) -> None:
+def _gather(run: SimulationRun, unit: UnitSizes, index: int | None) -> None:
     """Gather one unit beside what is gathered already."""
-    books = run.books
-    books.mark(
+    ledger = run.ledger
+    ledger.record(
         unit.name,
         index,
         f"gathered {unit.name}",
@@ -119,10 +119,10 @@ def _gather(run: Run, unit: UnitSizes, index: int | None) -> None:
         communication=_gather_bytes(run, unit),
     )
     if not run.job.fsdp1:
-        books.communication = unit.gathered_bytes
+        ledger.communication = unit.gathered_bytes
 
 
-def _gather_bytes(run: Run, unit: UnitSizes) -> int:
+def _gather_bytes(run: SimulationRun, unit: UnitSizes) -> int:
     """Return what a gather needs beside the whole unit: FSDP1's shard in compute dtype, FSDP2's
     gathered buffer; and the shards on their way from the host where they are offloaded."""
     extra = unit.compute_shard_bytes if run.job.fsdp1 else unit.gathered_bytes
@@ -132,18 +132,18 @@ def _gather_bytes(run: Run, unit: UnitSizes) -> int:
     return extra if run.job.on_device else extra + unit.parameter_bytes
 
 
-def _enter_layer(run: Run, index: int) -> None:
-    job, books = run.job, run.books
+def _enter_layer(run: SimulationRun, index: int) -> None:
+    job, ledger = run.job, run.ledger
     if not job.layered:
         return
     unit = job.units.layers[index]
     # Set, not added to: between the ends, layers are skipped.
-    books.unsharded = job.units.root.whole_parameter_bytes + run.kept_bytes(index)
+    ledger.unsharded = job.units.root.whole_parameter_bytes + run.kept_bytes(index)
     _gather(run, unit, index)
-    books.unsharded += unit.whole_parameter_bytes
+    ledger.unsharded += unit.whole_parameter_bytes
 
 
-def _leave_layer(run: Run, index: int) -> None:
+def _leave_layer(run: SimulationRun, index: int) -> None:
     if run.job.layered:
         kept = run.kept_bytes(index + 1)
-        run.books.unsharded = run.job.units.root.whole_parameter_bytes + kept
+        run.ledger.unsharded = run.job.units.root.whole_parameter_bytes + kept

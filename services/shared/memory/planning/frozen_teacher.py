@@ -1,4 +1,4 @@
-"""A teacher beside a student in training: it only runs forward."""
+"""The teacher of a distillation: frozen, it only runs forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.shared.memory.recipe import (
 
 
 class Placement(str, Enum):
-    """How a teacher lies on the ranks beside its student."""
+    """How a teacher is placed on the ranks of its student."""
 
     SHARDED = "sharded"
     REPLICATED = "replicated"
@@ -27,8 +27,8 @@ class Placement(str, Enum):
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A teacher that only runs forward, beside a student in training.
+class FrozenTeacher:
+    """A teacher that only runs forward while its student trains.
 
     `masked` says whether its attention gets an explicit mask (None: as the student's), `whole_only`
     that our ranks cannot shard it.
@@ -40,8 +40,8 @@ class Beside:
     whole_only: bool = False
 
 
-def inference_recipe(student_recipe: Recipe, teacher: Beside) -> Recipe:
-    """Return how the ranks hold a teacher: as fsdp/assemble.py shards it, or whole, in no unit."""
+def inference_recipe(student_recipe: Recipe, teacher: FrozenTeacher) -> Recipe:
+    """Return how the ranks hold a teacher: sharded as the trainer shards it, or whole and not wrapped."""
     whole = teacher.placement is Placement.REPLICATED
     return replace(
         student_recipe,

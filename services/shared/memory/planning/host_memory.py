@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.shared.memory.hardware import Hardware
-from services.shared.memory.planning.rank_job import Job
+from services.shared.memory.planning.plan_contract import HostPlanDict
+from services.shared.memory.planning.rank_job import RankJob
 from services.shared.memory.recipe import Loading, Offload, Recipe
 from services.shared.memory.sizes import GIB, MIB
 
@@ -37,17 +38,17 @@ class HostPlan(NamedTuple):
         training = self.processes + self.offloaded
         return max(self.processes + self.loading, training + self.export)
 
-    def to_json(self) -> dict[str, int]:
+    def to_dict(self) -> HostPlanDict:
         """Return the parts as plain values."""
-        return {
-            "processes": self.processes,
-            "offloaded": self.offloaded,
-            "loading": self.loading,
-            "export": self.export,
-        }
+        return HostPlanDict(
+            processes=self.processes,
+            offloaded=self.offloaded,
+            loading=self.loading,
+            export=self.export,
+        )
 
 
-def host_plan(job: Job, hardware: Hardware) -> HostPlan:
+def host_plan(job: RankJob, hardware: Hardware) -> HostPlan:
     """Return the host memory of `job` with all ranks on one host."""
     recipe, ranks = job.recipe, hardware.ranks
     units = job.units
@@ -66,7 +67,7 @@ def host_plan(job: Job, hardware: Hardware) -> HostPlan:
     )
 
 
-def _loading(job: Job, recipe: Recipe, ranks: int) -> int:
+def _loading(job: RankJob, recipe: Recipe, ranks: int) -> int:
     whole = job.shape.num_parameters * recipe.checkpoint.size_bytes
     if recipe.loading is Loading.RANK0:
         return whole

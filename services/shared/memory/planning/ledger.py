@@ -84,8 +84,8 @@ class Crossing(NamedTuple):
     point: Point
 
 
-class Books:
-    """Keeps account of what is alive, and writes a point for each moment that may be a peak."""
+class MemoryLedger:
+    """Account for what is alive, and record a point for each moment that may be a peak."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -96,10 +96,10 @@ class Books:
         self.buckets = 0  # DDP's, from its construction to the end
 
     def enter(self, phase: Phase, *, step: int = 0, micro_batch: int = 0) -> None:
-        """Say what the following points belong to."""
+        """Set the phase, step and micro-batch of the following points."""
         self.phase, self.step, self.micro_batch = phase, step, micro_batch
 
-    def mark(
+    def record(
         self,
         unit: str,
         layer: int | None,
@@ -111,7 +111,7 @@ class Books:
         unsharded_gradients: int = 0,
         temporaries: int = 0,
     ) -> None:
-        """Write a point with what is alive now and, for this moment only, the amounts given."""
+        """Record a point with what is alive now and, for this moment only, the amounts given."""
         components = Components(
             self.parameters,
             self.gradients,
@@ -125,9 +125,9 @@ class Books:
         )
         live = sum(components)
         moments = (Moment(live, request_bytes, what),)
-        self._write(unit, layer, what, request_bytes, components, 0, moments)
+        self._append(unit, layer, what, request_bytes, components, 0, moments)
 
-    def play(
+    def record_tape(
         self,
         unit: str,
         layer: int | None,
@@ -136,7 +136,7 @@ class Books:
         unsharded: int = 0,
         communication: int = 0,
     ) -> None:
-        """Write a point for a tape played over what is alive now and the amounts given."""
+        """Record a point for a tape played on top of what is alive now and the amounts given."""
         if not moments:
             return
         worst = moments[-1]
@@ -153,9 +153,9 @@ class Books:
         )
         base = sum(components) - worst.live_bytes
         rising = tuple(moments)
-        self._write(unit, layer, worst.what, worst.request_bytes, components, base, rising)
+        self._append(unit, layer, worst.what, worst.request_bytes, components, base, rising)
 
-    def _write(
+    def _append(
         self,
         unit: str,
         layer: int | None,

@@ -1,11 +1,11 @@
-"""The optimizer step written into the books: state as it is created, and what the update needs."""
+"""The optimizer step written into the ledger: state as it is created, and what the update needs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from services.shared.memory.planning.allocation_tape import rounded
-from services.shared.memory.planning.rank_job import Run
+from services.shared.memory.planning.rank_job import SimulationRun
 from services.shared.memory.planning.sharding_units import UnitSizes, moments_bytes
 from services.shared.memory.recipe import Optimizer, OptimizerImpl, Recipe
 
@@ -21,42 +21,42 @@ _UPDATE_BYTES = {
 _CHUNK_ELEMENTS = {Optimizer.ADAMW_BF16: 16 * 2**20, Optimizer.ADAMW_8BIT: 4 * 2**20}
 
 
-def write_update(run: Run, *, first: bool) -> None:
+def write_update(run: SimulationRun, *, first: bool) -> None:
     """Write the update of all parameters, unless each was updated in backward."""
-    books, job = run.books, run.job
+    ledger, job = run.ledger, run.job
     if job.recipe.optimizer_in_backward or not job.state_on_device:
-        books.optimizer, books.gradients = job.state_bytes, 0
+        ledger.optimizer, ledger.gradients = job.state_bytes, 0
         return
     if not run.ends_only and job.recipe.optimizer in _TORCH_ADAMW:
         _write_tensor_by_tensor(run, first=first)
     if first and job.recipe.optimizer in _CHUNK_ELEMENTS:
         _write_first_small(run)
     else:
-        books.optimizer = job.state_bytes
+        ledger.optimizer = job.state_bytes
         largest = max(unit.largest_piece_elements for unit in job.units.all)
-        books.mark(
+        ledger.record(
             "all",
             None,
             "optimizer update",
             request_bytes=rounded(largest * job.recipe.parameters.size_bytes),
             temporaries=update_temporaries(job.recipe, job.units.all),
         )
-    books.optimizer, books.gradients = job.state_bytes, 0
+    ledger.optimizer, ledger.gradients = job.state_bytes, 0
 
 
-def _write_first_small(run: Run) -> None:
+def _write_first_small(run: SimulationRun) -> None:
     """Write the moment of a first update of small moments that takes most.
 
     State comes piece by piece, so the temporaries of a large early piece lie beside little of it.
     """
-    books, recipe = run.books, run.job.recipe
+    ledger, recipe = run.ledger, run.job.recipe
     state, most = 0, (0, 0, 0, "")
     for name, count in run.job.pieces:
         state += moments_bytes(count, recipe.optimizer, recipe.parameters.size_bytes)
         needed = _piece_temporaries(recipe, count)
         most = max(most, (state + needed, state, needed, name))
-    _, books.optimizer, needed, name = most
-    books.mark("all", None, f"update of {name}", request_bytes=needed, temporaries=needed)
+    _, ledger.optimizer, needed, name = most
+    ledger.record("all", None, f"update of {name}", request_bytes=needed, temporaries=needed)
 
 
 def update_temporaries(recipe: Recipe, units: Sequence[UnitSizes]) -> int:
@@ -82,20 +82,20 @@ def _piece_temporaries(recipe: Recipe, count: int) -> int:
 _TORCH_ADAMW = frozenset({Optimizer.ADAMW})
 
 
-def _write_tensor_by_tensor(run: Run, *, first: bool) -> None:
+def _write_tensor_by_tensor(run: SimulationRun, *, first: bool) -> None:
     """Write AdamW's two moments as they are created, then foreach's square roots as they are."""
-    books, job, width = run.books, run.job, run.job.recipe.parameters.size_bytes
+    ledger, job, width = run.ledger, run.job, run.job.recipe.parameters.size_bytes
     sizes = [(name, rounded(width * count)) for name, count in job.pieces]
     if first:
-        books.optimizer = 0
+        ledger.optimizer = 0
         for name, size in sizes:
             for moment in ("exp_avg", "exp_avg_sq"):
-                books.optimizer += size
-                books.mark("all", None, f"{moment} of {name}", request_bytes=size)
-    books.optimizer = job.state_bytes
+                ledger.optimizer += size
+                ledger.record("all", None, f"{moment} of {name}", request_bytes=size)
+    ledger.optimizer = job.state_bytes
     if job.recipe.optimizer_impl is OptimizerImpl.FOREACH:
         roots = 0
         for name, size in sizes:
             roots += size
             what = f"square root for {name}"
-            books.mark("all", None, what, request_bytes=size, temporaries=roots)
+            ledger.record("all", None, what, request_bytes=size, temporaries=roots)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any
 
 from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import Hardware
-from services.shared.memory.planning.frozen_teacher import Beside, inference_recipe
+from services.shared.memory.planning.frozen_teacher import FrozenTeacher, inference_recipe
 from services.shared.memory.planning.host_memory import HOST_UNCERTAINTY_BYTES, HostPlan, host_plan
 from services.shared.memory.planning.layers import check_planned
 from services.shared.memory.planning.ledger import Components, Crossing, Phase, Point, first_past
-from services.shared.memory.planning.rank_job import Job, job_of
+from services.shared.memory.planning.plan_contract import AlternativeDict, PlanDict
+from services.shared.memory.planning.rank_job import RankJob, job_of
 from services.shared.memory.planning.sharding_units import shard_ranks
 from services.shared.memory.planning.training_step import timeline
 from services.shared.memory.recipe import Engine, Recipe, Sharding
@@ -46,8 +46,8 @@ class Plan:
     shape: Shape
     recipe: Recipe
     hardware: Hardware
-    job: Job
-    other: Job | None
+    job: RankJob
+    other: RankJob | None
     points: tuple[Point, ...]
     host: HostPlan
 
@@ -134,10 +134,10 @@ class Plan:
         """Return the request at which a device of `budget_bytes` runs out, or None if it holds."""
         return first_past(self.timeline, budget_bytes)
 
-    def to_json(
-        self, alternatives: Sequence[dict[str, Any]] = (), refused: Sequence[dict[str, Any]] = ()
-    ) -> dict[str, Any]:
-        """Return the plan as plain JSON values, with the field names that other programs read.
+    def to_dict(
+        self, alternatives: Sequence[AlternativeDict] = (), refused: Sequence[AlternativeDict] = ()
+    ) -> PlanDict:
+        """Return the plan as the JSON object that other programs read.
 
         `refused` are changes that the host cannot hold.
         """
@@ -157,7 +157,7 @@ class Plan:
             },
             "host_peak_bytes": self.host.peak_bytes,
             "host_verdict": str(self.host_verdict),
-            "host_components": self.host.to_json(),
+            "host_components": self.host.to_dict(),
             "layer_unit_bytes": self.layer_unit_bytes,
             "root_unit_bytes": self.root_unit_bytes,
             "model": self.shape.name,
@@ -168,7 +168,7 @@ class Plan:
             "reserve_bytes": self.hardware.device.reserve_bytes,
             "uncertainty_bytes": self.hardware.device.uncertainty_bytes,
             "host_memory_bytes": self.hardware.host_memory_bytes,
-            "recipe": self.recipe.to_json(),
+            "recipe": self.recipe.to_dict(),
             "alternatives": list(alternatives),
             "refused": list(refused),
         }
@@ -187,11 +187,11 @@ def plan(shape: Shape, recipe: Recipe, hardware: Hardware) -> Plan:
 
 
 def plan_distillation(
-    teacher: Beside, student: Shape, hardware: Hardware, *, student_recipe: Recipe
+    teacher: FrozenTeacher, student: Shape, hardware: Hardware, *, student_recipe: Recipe
 ) -> Plan:
-    """Return the plan of a student in training beside its teacher.
+    """Return the plan of training a student together with its teacher.
 
-    The teacher lies in the student's compute dtype, layer by layer over all ranks or whole on each;
+    The teacher is held in the student's compute dtype, layer by layer over all ranks or whole on each;
     it sees the student's micro-batches. Peaks are those of both together, on each rank.
     """
     recipe = inference_recipe(student_recipe, teacher)
@@ -227,13 +227,13 @@ def most_ranks(shape: Shape) -> int:
     return min(t.shape[0] for t in shape.layers[-1].tensors if len(t.shape) > 1)
 
 
-def _job(shape: Shape, recipe: Recipe, hardware: Hardware) -> Job:
+def _job(shape: Shape, recipe: Recipe, hardware: Hardware) -> RankJob:
     # On a CPU torch takes other kernels, wherever an operation has one per device.
     cpu = hardware.device.name == "cpu"
     return job_of(shape, recipe, hardware.ranks, cpu_kernels=cpu)
 
 
-def _points(job: Job, other: Job | None, *, ends_only: bool) -> list[Point]:
+def _points(job: RankJob, other: RankJob | None, *, ends_only: bool) -> list[Point]:
     return timeline(job, other, ends_only=ends_only)
 
 

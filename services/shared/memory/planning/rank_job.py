@@ -1,4 +1,4 @@
-"""A job on one rank, ready to be written into the books: units, layer costs, what stays where."""
+"""A job on one rank, ready to be written into the ledger: units, layer costs, what stays where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.shared.memory.planning.layer_costs import (
     tables_bytes,
     tokens_of,
 )
-from services.shared.memory.planning.ledger import Books
+from services.shared.memory.planning.ledger import MemoryLedger
 from services.shared.memory.planning.sharding_units import (
     Units,
     layer_gradients,
@@ -27,7 +27,7 @@ from services.shared.memory.recipe import Engine, Offload, Recipe, Sharding
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """A model in training on one rank: its units, the cost of its layers, the recipe."""
 
     shape: Shape
@@ -100,10 +100,10 @@ class Job:
         return self.units.total("optimizer_bytes") if self.state_on_device else 0
 
 
-def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> Job:
-    """Return what the books need to know of `shape` trained with `recipe`."""
+def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> RankJob:
+    """Return what the ledger need to know of `shape` trained with `recipe`."""
     tokens = tokens_of(recipe, training=True, cpu_kernels=cpu_kernels)
-    return Job(
+    return RankJob(
         shape=shape,
         recipe=recipe,
         ranks=ranks,
@@ -124,15 +124,15 @@ def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> Jo
     )
 
 
-class Run:
-    """A job and its books; `ends_only` skips the layers between the ends, where no peak lies.
+class SimulationRun:
+    """A job and its ledger; `ends_only` skips the layers between the ends, where no peak lies.
 
     All that differs from one layer to the next is linear in the layer's index, so the largest of
     equal layers is among the first three or the last three.
     """
 
-    def __init__(self, job: Job, books: Books, *, ends_only: bool) -> None:
-        self.job, self.books, self.ends_only = job, books, ends_only
+    def __init__(self, job: RankJob, ledger: MemoryLedger, *, ends_only: bool) -> None:
+        self.job, self.ledger, self.ends_only = job, ledger, ends_only
 
     def indices(self) -> list[int]:
         """Return the layers to visit, in the order of the forward pass."""

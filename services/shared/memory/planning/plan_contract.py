@@ -1,0 +1,67 @@
+"""The JSON of a plan, which other programs read: field names are fixed, sizes are in bytes."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from services.shared.memory.recipe import RecipeDict
+
+# Fields of `Recipe` to replace (enum members or their values), and TEACHER_PLACEMENT.
+Changes = dict[str, Any]
+
+
+class HostPlanDict(TypedDict):
+    """The parts of a job's host memory."""
+
+    processes: int
+    offloaded: int
+    loading: int
+    export: int
+
+
+class AlternativeDict(TypedDict):
+    """One change that fits, or one that the host refuses."""
+
+    change: str
+    changes: Changes
+    peak_bytes: int
+    peak_phase: str
+    verdict: str
+    host_peak_bytes: int
+    host_verdict: str
+    lossless: bool
+    costs: str
+
+
+class PlanDict(TypedDict):
+    """The memory plan of one job, for its worst rank.
+
+    `components` are keyed by the fields of `Components`, `phases` by `Phase`; zeros are left out.
+    """
+
+    verdict: str
+    peak_bytes: int
+    peak_phase: str
+    peak_step: int
+    peak_at: str
+    budget_bytes: int
+    headroom_bytes: int
+    components: dict[str, int]
+    phases: dict[str, int]
+    phase_components: dict[str, dict[str, int]]
+    host_peak_bytes: int
+    host_verdict: str
+    host_components: HostPlanDict
+    layer_unit_bytes: int
+    root_unit_bytes: int
+    model: str
+    num_parameters: int
+    ranks: int
+    device: str
+    device_memory_bytes: int
+    reserve_bytes: int
+    uncertainty_bytes: int
+    host_memory_bytes: int | None
+    recipe: RecipeDict
+    alternatives: list[AlternativeDict]
+    refused: list[AlternativeDict]
