@@ -12,11 +12,17 @@ import pyarrow.parquet as pq
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.jobs.artifact_layout import MANIFEST
+from services.shared.jobs.db.store import Store
+from services.shared.jobs.errors import prefix_field
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.planning.spec_changes import change_spec
+from services.shared.jobs.resolved_spec import PlannedSpec
 from services.shared.jobs.run_directory import Report, write_json
 from services.shared.jobs.settings import JobSettings
+from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import Reason
+from services.shared.jobs.views import JobView
 
 SENTIMENT = Head(name="sentiment", labels=["negative", "positive"])
 DOMAIN = Head(name="domain", labels=["book", "computer", "hotel", "other"])
@@ -127,3 +133,59 @@ def write_review_dataset(
     )
     write_json(directory / "dataset.json", card)
     return directory
+
+
+def create_job(
+    store: Store,
+    spec: TeacherSpec | DistillSpec,
+    *,
+    plan: dict[str, Any] | None = None,
+    recipe: Recipe | None = None,
+    idempotency_key: str | None = None,
+) -> tuple[JobView, bool]:
+    """Resolve a spec and store its job as the API does, with any plan; return it and whether it is new."""
+    planned = PlannedSpec(store.resolve(spec), plan, recipe)
+    return store.create_job(planned, idempotency_key=idempotency_key)
+
+
+def create_chain(
+    store: Store,
+    chain: ChainSpec,
+    *,
+    teacher_plan: dict[str, Any] | None = None,
+    distill_plan: dict[str, Any] | None = None,
+    teacher_recipe: Recipe | None = None,
+    distill_recipe: Recipe | None = None,
+    idempotency_key: str | None = None,
+) -> tuple[JobView, bool]:
+    """Resolve a chain and store both jobs as the API does, with any plans."""
+    with prefix_field("teacher"):
+        teacher = store.resolve(chain.teacher_spec())
+    with prefix_field("distill"):
+        distill = store.resolve(chain.distill_spec(), chained=teacher)
+    return store.create_chain(
+        chain,
+        teacher=PlannedSpec(teacher, teacher_plan, teacher_recipe),
+        distill=PlannedSpec(distill, distill_plan, distill_recipe),
+        idempotency_key=idempotency_key,
+    )
+
+
+def retry_job(
+    store: Store,
+    job_id: str,
+    *,
+    recipe_changes: dict[str, Any] | None = None,
+    training_changes: dict[str, Any] | None = None,
+    plan: dict[str, Any] | None = None,
+    idempotency_key: str | None = None,
+) -> tuple[JobView, bool]:
+    """Change a job's spec and store the job that repeats it, as the API does."""
+    former = store.job(job_id)
+    changed = change_spec(
+        former.spec,
+        recipe=former.recipe,
+        recipe_changes=recipe_changes or {},
+        training_changes=training_changes or {},
+    )
+    return store.retry(job_id, changed, plan=plan, idempotency_key=idempotency_key)

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.api.settings import ApiSettings
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.paths import resolve_model
-from services.shared.jobs.planning.spec_to_plan import JobPlan, Unplanned
-from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
-
-Plan = Callable[[TeacherSpec | DistillSpec, TeacherSpec | None], JobPlan | Unplanned]
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """What is stored with an admitted job."""
-
-    plan: dict[str, Any] | None
-    recipe: Recipe | None  # the one the planner chose if the spec says `auto`
-    unplanned: Unplanned | None = None  # why there is no plan
+from services.shared.jobs.planning.model_shapes import read_heads
+from services.shared.jobs.planning.spec_to_plan import plan_resolved
+from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, check_same_heads
+from services.shared.jobs.spec import DistillSpec, TeacherSpec
 
 
-class Admitter:
-    """Checks the directories that a spec names, then plans its memory."""
+class Admission:
+    """What happens to a spec before a job is stored: its references are resolved, its memory planned."""
 
-    def __init__(self, settings: ApiSettings, *, plan: Plan) -> None:
+    def __init__(self, store: Store, settings: ApiSettings) -> None:
+        self._store = store
         self._settings = settings
-        self._plan = plan
 
-    def __call__(
-        self, spec: TeacherSpec | DistillSpec, *, teacher: TeacherSpec | None = None
-    ) -> Admitted:
-        """Return what to store with the job; `teacher` precedes it in a chain.
+    def resolve(
+        self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
+    ) -> ResolvedSpec:
+        """Return the spec with everything it refers to; `chained` is its teacher in a chain.
 
-        Raises InvalidInput naming the field, and DoesNotFit with the plan.
+        Raises InvalidInput naming the field.
         """
-        for field, path in _paths(spec).items():
-            model_directory(path, settings=self._settings, field=field)
-        planned = self._plan(spec, teacher)
-        if isinstance(planned, Unplanned):
-            return Admitted(plan=None, recipe=None, unplanned=planned)
-        return Admitted(plan=planned.plan, recipe=planned.recipe)
+        check_directories(spec, settings=self._settings)
+        resolved = self._store.resolve(spec, chained=chained)
+        _check_teacher_heads(resolved)
+        return resolved
+
+    def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
+        """Return what to store with the job. Raises InvalidInput, and DoesNotFit with the plan."""
+        return plan_resolved(resolved, self._settings)
+
+
+def check_directories(spec: TeacherSpec | DistillSpec, *, settings: ApiSettings) -> None:
+    """Check the model directories that a spec names. Raises InvalidInput naming the field."""
+    for field, path in _paths(spec).items():
+        model_directory(path, settings=settings, field=field)
+
+
+def _check_teacher_heads(resolved: ResolvedSpec) -> None:
+    """Compare the heads of a teacher in a directory; the database knows those of all others."""
+    if not isinstance(resolved.spec, DistillSpec) or resolved.spec.teacher.path is None:
+        return
+    assert resolved.teacher is not None
+    assert resolved.teacher.directory is not None
+    heads = read_heads(resolved.teacher.directory, resolved.heads)
+    if heads is not None:
+        check_same_heads(resolved.heads, heads)
 
 
 def _paths(spec: TeacherSpec | DistillSpec) -> dict[str, str]:

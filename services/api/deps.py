@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 from fastapi import Depends, Path, Query, Request
 
@@ -18,8 +18,8 @@ from services.api.telemetry import Metrics
 from services.shared.datasets.card import Head
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import NotFound
-from services.shared.jobs.planning.spec_to_plan import Unplanned
-from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
+from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec
+from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.views import Kind
 
 
@@ -49,28 +49,16 @@ class Predictor(Protocol):
 
 
 class Admission(Protocol):
-    """The plan of an admitted job."""
+    """What happens to a spec before a job is stored."""
 
-    @property
-    def plan(self) -> dict[str, Any] | None: ...
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe that the planner chose if the spec says `auto`."""
+    def resolve(
+        self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
+    ) -> ResolvedSpec:
+        """Look up everything a spec refers to; `chained` is its teacher in a chain. Raises InvalidInput."""
         ...
 
-    @property
-    def unplanned(self) -> Unplanned | None:
-        """Why there is no plan, if there is none."""
-        ...
-
-
-class Admit(Protocol):
-    """Plans a job before anything is stored."""
-
-    def __call__(
-        self, spec: TeacherSpec | DistillSpec, *, teacher: TeacherSpec | None = None
-    ) -> Admission:
-        """Admit `spec`; `teacher` precedes it in a chain. Raises DoesNotFit (with the plan) and InvalidInput."""
+    def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
+        """Return what to store with the job. Raises InvalidInput, and DoesNotFit with the plan."""
         ...
 
 
@@ -86,7 +74,7 @@ class AppContext:
     store: Store
     send: Send
     predictor: Predictor
-    admit: Admit
+    admission: Admission
     keys: Keys
     metrics: Metrics
     probes: Mapping[str, Probe] = field(default_factory=dict)

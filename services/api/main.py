@@ -14,14 +14,13 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from services.api.admission import Admitter
+from services.api.admission import Admission
 from services.api.app import create_app
 from services.api.auth.keys import load_keys
 from services.api.deps import AppContext
 from services.api.limits.rate_limit import create_rate_limiters
 from services.api.limits.uploads import UploadLimiter
 from services.api.logs import configure_logs
-from services.api.planner import Planner
 from services.api.promotions import PromotionFeed
 from services.api.serving.predictor import Predictor
 from services.api.serving.settings import ServingSettings
@@ -78,7 +77,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
         store=store,
         send=lambda job_id, kind: send(celery, job_id, kind),
         predictor=predictor,
-        admit=Admitter(settings, plan=Planner(store, settings)),
+        admission=Admission(store, settings),
         keys=keys,
         metrics=metrics,
         probes={

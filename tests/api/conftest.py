@@ -11,7 +11,7 @@ import structlog
 from services.api.settings import ApiSettings
 from services.shared.jobs.db.connection import create_engine
 from services.shared.jobs.db.store import Store
-from tests.api.fakes import FakeStudent
+from tests.api.fakes import FakeAdmission, FakeStudent
 from tests.api.harness import JobDriver, Platform
 from tests.factories import DOMAIN, SENTIMENT
 
@@ -57,7 +57,8 @@ def platform(database_url: str, tmp_path: Path) -> Iterator[Platform]:
     """A platform with a migrated database of its own."""
     settings = _settings(database_url, tmp_path)
     engine = create_engine(database_url)
-    yield Platform(settings=settings, store=Store(engine, settings))
+    store = Store(engine, settings)
+    yield Platform(settings=settings, store=store, fake_admission=FakeAdmission(store))
     engine.dispose()
 
 

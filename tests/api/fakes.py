@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 from services.api.serving.errors import NoActiveModel, PredictionError, TextTooLong
 from services.api.serving.prediction import Prediction, Score, Timing
 from services.shared.datasets.card import Head
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import DoesNotFit
+from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
+from tests.factories import SENTIMENT
 
 
 @dataclass(frozen=True)
@@ -74,27 +77,25 @@ class FakePredictor:
         )
 
 
-@dataclass(frozen=True)
-class FakeAdmission:
-    """What the routes read of an admission."""
-
-    plan: dict[str, Any] | None
-    recipe: Recipe | None
-    unplanned: None = None
-
-
 @dataclass
-class FakeAdmit:
-    """Admits everything with a plan of one number, or refuses everything."""
+class FakeAdmission:
+    """Gives every job a plan of one number, or refuses everything; resolves by `store`, if it has one."""
 
+    store: Store | None = None
     refuses: bool = False
     seen: list[TeacherSpec | DistillSpec] = field(default_factory=list)
 
-    def __call__(
-        self, spec: TeacherSpec | DistillSpec, *, teacher: TeacherSpec | None = None
-    ) -> FakeAdmission:
+    def resolve(
+        self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
+    ) -> ResolvedSpec:
+        if self.store is None:
+            return ResolvedSpec(spec, heads=(SENTIMENT,), dataset_dir=Path("nowhere"))
+        return self.store.resolve(spec, chained=chained)
+
+    def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
+        spec = resolved.spec
         self.seen.append(spec)
         plan = {"verdict": "fits", "peak_bytes": 7, "phases": {"forward": 7}}
         if self.refuses:
             raise DoesNotFit("7 bytes are too many.", {**plan, "verdict": "does_not_fit"})
-        return FakeAdmission(plan, Recipe() if spec.recipe == "auto" else None)
+        return PlannedSpec(resolved, plan, Recipe() if spec.recipe == "auto" else None)

@@ -11,7 +11,7 @@ from httpx2 import Response
 
 from services.api.app import create_app
 from services.api.auth.keys import Keys
-from services.api.deps import Admit, AppContext
+from services.api.deps import Admission, AppContext
 from services.api.limits.rate_limit import RateLimiters
 from services.api.limits.uploads import UploadLimiter
 from services.api.settings import ApiSettings
@@ -20,7 +20,7 @@ from services.shared.jobs.db.store import Store
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
-from tests.api.fakes import FakeAdmit, FakePredictor
+from tests.api.fakes import FakeAdmission, FakePredictor
 from tests.factories import dataset_card, succeeded, write_artifact
 
 
@@ -31,8 +31,8 @@ class Platform:
     settings: ApiSettings
     store: Store
     predictor: FakePredictor = field(default_factory=FakePredictor)
-    admit: FakeAdmit = field(default_factory=FakeAdmit)
-    admitter: Admit | None = None  # instead of `admit`
+    fake_admission: FakeAdmission = field(default_factory=FakeAdmission)
+    admission: Admission | None = None  # instead of `fake_admission`
     broker_is_away: bool = False
     sent: list[tuple[str, str]] = field(default_factory=list)
     keys: Keys = field(default_factory=lambda: Keys({}))
@@ -46,7 +46,7 @@ class Platform:
             store=self.store,
             send=self._send,
             predictor=self.predictor,
-            admit=self.admitter or self.admit,
+            admission=self.admission or self.fake_admission,
             keys=self.keys,
             metrics=Metrics(),
             probes=self.probes,

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.api.admission import Admitter
+from services.api.admission import check_directories
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import InvalidInput
-from services.shared.jobs.planning.spec_to_plan import Unplanned
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
-
-UNKNOWN = Unplanned("model.path", "unknown architecture")
 
 
 def make_model(directory: Path, *files: str) -> Path:
@@ -30,12 +27,9 @@ def roots(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def admit(roots: Path) -> Admitter:
-    return Admitter(
-        ApiSettings(
-            database_url="x", broker_url="x", data_dir=roots.parent / "data", model_roots=[roots]
-        ),
-        plan=lambda spec, teacher: UNKNOWN,
+def settings(roots: Path) -> ApiSettings:
+    return ApiSettings(
+        database_url="x", broker_url="x", data_dir=roots.parent / "data", model_roots=[roots]
     )
 
 
@@ -54,25 +48,27 @@ def distill(teacher: str, student: str) -> DistillSpec:
     return DistillSpec.model_validate(spec)
 
 
-def test_a_model_below_a_root_is_admitted_by_either_path(admit: Admitter, roots: Path) -> None:
+def test_a_model_below_a_root_is_admitted_by_either_path(
+    settings: ApiSettings, roots: Path
+) -> None:
     for path in ("qwen", str(roots / "qwen"), "./qwen/../qwen"):
-        admit(teacher(path))
+        check_directories(teacher(path), settings=settings)
 
 
-def test_a_path_outside_the_roots_is_rejected(admit: Admitter, roots: Path) -> None:
+def test_a_path_outside_the_roots_is_rejected(settings: ApiSettings, roots: Path) -> None:
     (roots / "link").symlink_to(roots.parent / "outside")
     for path in ("../outside", str(roots.parent / "outside"), "link", "/etc", "/", "", ".."):
         with pytest.raises(InvalidInput) as refused:
-            admit(teacher(path))
+            check_directories(teacher(path), settings=settings)
         assert refused.value.field == "model.path"
 
 
-def test_an_invalid_path_is_rejected(admit: Admitter, roots: Path) -> None:
+def test_an_invalid_path_is_rejected(settings: ApiSettings, roots: Path) -> None:
     (roots / "a").symlink_to(roots / "b")
     (roots / "b").symlink_to(roots / "a")
     for path in ("none", "qwen/config.json", "x" * 5000, "a", "qwen\x00"):
         with pytest.raises(InvalidInput) as refused:
-            admit(teacher(path))
+            check_directories(teacher(path), settings=settings)
         assert refused.value.field == "model.path"
 
 
@@ -84,49 +80,49 @@ def test_an_invalid_path_is_rejected(admit: Admitter, roots: Path) -> None:
     ],
 )
 def test_a_directory_without_config_or_safetensors_is_rejected(
-    admit: Admitter, roots: Path, files: tuple[str, ...], missing: str
+    settings: ApiSettings, roots: Path, files: tuple[str, ...], missing: str
 ) -> None:
     make_model(roots / "odd", *files)
     with pytest.raises(InvalidInput, match=missing):
-        admit(teacher("odd"))
+        check_directories(teacher("odd"), settings=settings)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-2.safetensors"])
 def test_a_symlink_that_leads_outside_the_roots_is_rejected(
-    admit: Admitter, roots: Path, name: str
+    settings: ApiSettings, roots: Path, name: str
 ) -> None:
     (roots.parent / "secret").write_text("{}")
     (roots / "qwen" / name).unlink(missing_ok=True)
     (roots / "qwen" / name).symlink_to(roots.parent / "secret")
     with pytest.raises(InvalidInput, match=f"{name}.* leads outside the model roots") as refused:
-        admit(teacher("qwen"))
+        check_directories(teacher("qwen"), settings=settings)
     assert refused.value.field == "model.path"
 
 
-def test_symlinks_within_a_root_are_followed(admit: Admitter, roots: Path) -> None:
+def test_symlinks_within_a_root_are_followed(settings: ApiSettings, roots: Path) -> None:
     """A hub cache stores files by hash and links to them."""
     make_model(roots / "blobs", "ab12")
     (roots / "qwen" / "model-2.safetensors").symlink_to(roots / "blobs" / "ab12")
-    admit(teacher("qwen"))
+    check_directories(teacher("qwen"), settings=settings)
 
 
-def test_a_symlink_loop_is_rejected(admit: Admitter, roots: Path) -> None:
+def test_a_symlink_loop_is_rejected(settings: ApiSettings, roots: Path) -> None:
     (roots / "qwen" / "vocab.json").symlink_to(roots / "qwen" / "vocab.json")
     with pytest.raises(InvalidInput, match=r"vocab\.json"):
-        admit(teacher("qwen"))
+        check_directories(teacher("qwen"), settings=settings)
 
 
-def test_the_invalid_one_of_two_paths_is_named(admit: Admitter) -> None:
+def test_the_invalid_one_of_two_paths_is_named(settings: ApiSettings) -> None:
     for spec, field in [
         (distill("none", "qwen"), "teacher.path"),
         (distill("qwen", "none"), "student.path"),
     ]:
         with pytest.raises(InvalidInput) as refused:
-            admit(spec)
+            check_directories(spec, settings=settings)
         assert refused.value.field == field
 
 
 def test_without_any_root_no_path_is_admitted(tmp_path: Path) -> None:
     settings = ApiSettings(database_url="x", broker_url="x", data_dir=tmp_path)
     with pytest.raises(InvalidInput, match="STILLHOUSE_MODEL_ROOTS"):
-        Admitter(settings, plan=lambda spec, teacher: UNKNOWN)(teacher("/"))
+        check_directories(teacher("/"), settings=settings)

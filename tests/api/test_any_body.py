@@ -15,8 +15,7 @@ from httpx2 import Response
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.api.admission import Admitter
-from services.api.planner import Planner
+from services.api.admission import Admission
 from tests.api.fakes import FakeStudent
 from tests.api.harness import JobDriver
 
@@ -129,7 +128,7 @@ class Seeded:
 def seeded(desk: JobDriver, one_head: FakeStudent) -> Seeded:
     platform = desk.platform
     platform.predictor.students["default"] = one_head
-    platform.admitter = Admitter(platform.settings, plan=Planner(platform.store, platform.settings))
+    platform.admission = Admission(platform.store, platform.settings)
     claim = desk.running()
     desk.fail(claim)
     model_id = desk.succeed(desk.running())

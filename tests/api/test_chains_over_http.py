@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.api.admission import Admitter
-from services.api.planner import Planner
+from services.api.admission import Admission
 
 CONFIG = {
     "model_type": "qwen3",
@@ -27,7 +26,7 @@ SMALL = {"device": "cpu", "device_memory": "1KiB"}  # nothing fits into it
 def chain(desk: Any) -> dict[str, Any]:
     """A chain that fits; the desk's server plans in earnest."""
     settings = desk.platform.settings
-    desk.platform.admit = Admitter(settings, plan=Planner(desk.store, settings))
+    desk.platform.admission = Admission(desk.store, settings)
     desk.client = desk.platform.client()
     resources = {"device": "cpu", "device_memory": "8GiB"}
     model = {"config": CONFIG, "tokenizer": {"train": True}}

@@ -31,7 +31,7 @@ def test_a_job_is_accepted_planned_stored_and_sent(desk: Any) -> None:
 
 
 def test_a_job_that_does_not_fit_is_refused_with_its_plan(desk: Any) -> None:
-    desk.platform.admit.refuses = True
+    desk.platform.fake_admission.refuses = True
     body = problem(desk.submit(), 422, "does-not-fit")
     assert body["plan"]["verdict"] == "does_not_fit"
     assert desk.client.get("/jobs").json()["items"] == []
@@ -97,7 +97,7 @@ def test_a_plan_stores_nothing(desk: Any) -> None:
 
 
 def test_a_plan_that_does_not_fit_is_an_answer_and_no_error(desk: Any) -> None:
-    desk.platform.admit.refuses = True
+    desk.platform.fake_admission.refuses = True
     response = desk.client.post("/jobs/plan", json=desk.spec())
     assert (response.status_code, response.json()["verdict"]) == (200, "does_not_fit")
 
@@ -161,7 +161,7 @@ def test_a_retry_takes_the_changes_and_names_the_former_job(desk: Any) -> None:
     assert job["recipe"]["optimizer"] == "adafactor"
     assert job["spec"]["training"]["micro_batch_tokens"] == 512
     assert desk.platform.sent[-1] == (job["id"], "teacher")
-    assert desk.platform.admit.seen[-1].recipe.optimizer == "adafactor"
+    assert desk.platform.fake_admission.seen[-1].recipe.optimizer == "adafactor"
 
 
 def test_a_retry_needs_no_body(desk: Any) -> None:
@@ -196,7 +196,7 @@ def test_a_job_that_runs_is_not_retried(desk: Any) -> None:
 def test_a_retry_that_does_not_fit_is_refused(desk: Any) -> None:
     claim = desk.running()
     desk.fail(claim)
-    desk.platform.admit.refuses = True
+    desk.platform.fake_admission.refuses = True
     problem(desk.client.post(f"/jobs/{claim.job_id}/retry"), 422, "does-not-fit")
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.api.admission import Admitter
-from services.api.planner import Planner
+from services.api.admission import Admission
 from services.shared.jobs.planning.model_shapes import read_heads
 
 CONFIG = {
@@ -31,7 +30,7 @@ def client(desk: Any, tmp_path: Path) -> Any:
     settings.models_dir.mkdir()
     (settings.data_dir / "outside").mkdir()
     (settings.data_dir / "outside" / "config.json").write_text(json.dumps(CONFIG))
-    desk.platform.admit = Admitter(settings, plan=Planner(desk.store, settings))
+    desk.platform.admission = Admission(desk.store, settings)
     return desk.platform.client()
 
 

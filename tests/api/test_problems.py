@@ -9,14 +9,12 @@ import pytest
 from fastapi.testclient import TestClient
 from httpx2 import Response
 
-from services.api.admission import Admitter
+from services.api.admission import Admission
 from services.api.errors import to_problem
 from services.api.problems import PROBLEM_TYPES
 from services.shared.jobs import errors as shared
-from services.shared.jobs.planning.spec_to_plan import Unplanned
 from tests.api.harness import Platform
 
-UNPLANNED = Unplanned("model.path", "unknown architecture")
 TEACHER = {"kind": "teacher", "dataset_id": "ds_1", "model": {"path": "base"}}
 
 
@@ -169,7 +167,7 @@ def test_long_client_input_is_not_echoed(client: TestClient) -> None:
 def test_long_paths_and_values_are_truncated_in_problems(
     client: TestClient, offline: Platform
 ) -> None:
-    offline.admitter = Admitter(offline.settings, plan=lambda spec, teacher: UNPLANNED)
+    offline.admission = Admission(offline.store, offline.settings)
     body = {**TEACHER, "model": {"path": "x" * 200_000}}
     response = offline.client().post("/jobs", json=body)
     assert fields(assert_problem(response, "invalid-request")) == ["model.path"]

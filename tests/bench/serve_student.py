@@ -82,7 +82,7 @@ def main() -> None:
         store=open_store(settings),
         send=unused,
         predictor=predictor,
-        admit=unused,
+        admission=unused,
         keys=Keys({}),
         metrics=metrics,
     )

@@ -17,6 +17,7 @@ from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.views import QueuedJob
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch
+from tests.factories import create_job
 from tests.faults.proxy import PostgresProxy
 
 RANK = Path(__file__).with_name("stub_rank.py")
@@ -76,7 +77,7 @@ def submit(store: Store) -> Callable[..., str]:
             "dataset_id": card.id,
             "model": {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True}},
         }
-        return store.create_job(TeacherSpec.model_validate(spec | fields))[0].id
+        return create_job(store, TeacherSpec.model_validate(spec | fields))[0].id
 
     return make
 

@@ -18,16 +18,25 @@ from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.db.tables import Table
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.spec import DistillSpec, TeacherSpec
+from services.shared.jobs.spec import ChainSpec, DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import Claim, JobView
-from tests.factories import SENTIMENT, dataset_card, failed, succeeded, write_artifact
+from tests.factories import (
+    SENTIMENT,
+    create_chain,
+    create_job,
+    dataset_card,
+    failed,
+    retry_job,
+    succeeded,
+    write_artifact,
+)
 
 BACKBONE = {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True, "vocab_size": 300}}
 
 
-class House:
-    """A store, and what tests put into it."""
+class StoreDriver:
+    """A store, and shortcuts that bring a job into any state."""
 
     def __init__(self, settings: JobSettings) -> None:
         self.settings = settings
@@ -57,7 +66,7 @@ class House:
 
     def queued(self, **fields: Any) -> JobView:
         """A teacher job that waits for a worker."""
-        return self.store.create_job(self.teacher_spec(**fields))[0]
+        return self.create_job(self.teacher_spec(**fields))[0]
 
     def claim(self, job_id: str, *, worker: str = "worker-1") -> Claim:
         """Claim a queued job with a lease of a minute."""
@@ -65,8 +74,14 @@ class House:
         assert claim is not None
         return claim
 
+    def create_job(self, spec: TeacherSpec | DistillSpec, **options: Any) -> tuple[JobView, bool]:
+        return create_job(self.store, spec, **options)
+
+    def create_chain(self, chain: ChainSpec, **options: Any) -> tuple[JobView, bool]:
+        return create_chain(self.store, chain, **options)
+
     def retry(self, job_id: str, **changes: Any) -> JobView:
-        return self.store.retry(job_id, **changes)[0]
+        return retry_job(self.store, job_id, **changes)[0]
 
     def running(self, **fields: Any) -> Claim:
         """A teacher job in the hands of a worker."""
@@ -83,7 +98,7 @@ class House:
         """Return a job brought into `state` the way jobs come there."""
         if state is JobState.WAITING:
             parent = self.queued()
-            child, _ = self.store.create_job(self.distill_spec({"job_id": parent.id}))
+            child, _ = self.create_job(self.distill_spec({"job_id": parent.id}))
             return child.id
         if state is JobState.QUEUED:
             return self.queued().id
@@ -126,10 +141,10 @@ def settings(database_url: str, data_dir: Path) -> JobSettings:
 
 
 @pytest.fixture
-def house(settings: JobSettings) -> Iterator[House]:
-    house = House(settings)
-    yield house
-    house.store.engine.dispose()
+def driver(settings: JobSettings) -> Iterator[StoreDriver]:
+    driver = StoreDriver(settings)
+    yield driver
+    driver.store.engine.dispose()
 
 
 class AtOnce:

@@ -8,98 +8,108 @@ import pytest
 from pydantic import ValidationError
 
 from services.shared.datasets.card import Head
-from services.shared.jobs.db.job_queries import StoredPlan
 from services.shared.jobs.errors import DoesNotFit, InvalidInput, prefix_field
 from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.resolved_spec import ResolvedTeacher
 from services.shared.jobs.spec import ChainSpec, Recipe
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import JobView
 
 if TYPE_CHECKING:
-    from tests.jobs.conftest import AtOnce, House
+    from tests.jobs.conftest import AtOnce, StoreDriver
 
 BACKBONE = {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True, "vocab_size": 300}}
 OTHER_LABELS = Head(name="sentiment", labels=["bad", "good"])
 DOMAIN = Head(name="domain", labels=["book", "hotel"])
 
 
-def _chain(house: House, *, teacher: dict[str, Any] | None = None, **distill: Any) -> ChainSpec:
+def _chain(
+    driver: StoreDriver, *, teacher: dict[str, Any] | None = None, **distill: Any
+) -> ChainSpec:
     body = {
         "kind": "chain",
-        "teacher": {"dataset_id": house.dataset_id, "model": BACKBONE, **(teacher or {})},
+        "teacher": {"dataset_id": driver.dataset_id, "model": BACKBONE, **(teacher or {})},
         "distill": {"student": BACKBONE, **distill},
     }
     return ChainSpec.model_validate(body)
 
 
-def _both(house: House, chain: ChainSpec, **more: Any) -> tuple[JobView, JobView]:
-    teacher, _ = house.store.create_chain(chain, **more)
+def _both(driver: StoreDriver, chain: ChainSpec, **more: Any) -> tuple[JobView, JobView]:
+    teacher, _ = driver.create_chain(chain, **more)
     (child_id,) = teacher.child_job_ids
-    return teacher, house.store.job(child_id)
+    return teacher, driver.store.job(child_id)
 
 
-def test_a_chain_is_two_jobs_of_which_the_second_waits(house: House) -> None:
-    chain = _chain(house, promote="when_passed")
-    plans = {
-        "teacher": StoredPlan({"peak_bytes": 1}, Recipe(optimizer="sgd")),
-        "distill": StoredPlan({"peak_bytes": 2}, Recipe(optimizer="adafactor")),
-    }
-    teacher, child = _both(house, chain, **plans)
+def test_a_chain_is_two_jobs_of_which_the_second_waits(driver: StoreDriver) -> None:
+    chain = _chain(driver, promote="when_passed")
+    teacher, child = _both(
+        driver,
+        chain,
+        teacher_plan={"peak_bytes": 1},
+        teacher_recipe=Recipe(optimizer="sgd"),
+        distill_plan={"peak_bytes": 2},
+        distill_recipe=Recipe(optimizer="adafactor"),
+    )
     assert (teacher.kind, teacher.state) == ("teacher", JobState.QUEUED)
     assert (child.kind, child.state) == ("distill", JobState.WAITING)
-    assert teacher.spec == house.teacher_spec()
-    assert child.spec == house.distill_spec({"job_id": teacher.id}, promote="when_passed")
+    assert teacher.spec == driver.teacher_spec()
+    assert child.spec == driver.distill_spec({"job_id": teacher.id}, promote="when_passed")
     assert [(job.plan, job.recipe["optimizer"]) for job in (teacher, child)] == [
         ({"peak_bytes": 1}, "sgd"),
         ({"peak_bytes": 2}, "adafactor"),
     ]
 
 
-def test_a_student_that_passes_its_gate_is_promoted_at_the_end_of_its_chain(house: House) -> None:
-    teacher, child = _both(house, _chain(house, promote="when_passed"))
-    teacher_model = house.succeed(house.claim(teacher.id))
-    claim = house.claim(child.id)
-    assert claim.teacher_dir == house.settings.model_dir(teacher_model)
+def test_a_student_that_passes_its_gate_is_promoted_at_the_end_of_its_chain(
+    driver: StoreDriver,
+) -> None:
+    teacher, child = _both(driver, _chain(driver, promote="when_passed"))
+    teacher_model = driver.succeed(driver.claim(teacher.id))
+    claim = driver.claim(child.id)
+    assert claim.resolved is not None
+    assert claim.resolved.teacher == ResolvedTeacher(driver.settings.model_dir(teacher_model))
     heads = {"heads": {"sentiment": {"macro_f1": 0.9}}}
-    student = house.succeed(claim, heads | {"teacher": heads})
-    active = house.store.active()
+    student = driver.succeed(claim, heads | {"teacher": heads})
+    active = driver.store.active()
     assert active is not None
     assert active.model_id == student
 
 
 @pytest.mark.parametrize("end", [End.FAILED, End.CANCELLED])
-def test_a_teacher_that_makes_no_model_fails_the_rest_of_its_chain(house: House, end: End) -> None:
-    teacher, child = _both(house, _chain(house))
-    claim = house.claim(teacher.id)
+def test_a_teacher_that_makes_no_model_fails_the_rest_of_its_chain(
+    driver: StoreDriver, end: End
+) -> None:
+    teacher, child = _both(driver, _chain(driver))
+    claim = driver.claim(teacher.id)
     if end is End.CANCELLED:
-        house.store.request_cancel(teacher.id)
-    house.store.finish(claim, Outcome(end=end, message="It ended."))
-    job = house.store.job(child.id)
+        driver.store.request_cancel(teacher.id)
+    driver.store.finish(claim, Outcome(end=end, message="It ended."))
+    job = driver.store.job(child.id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.PARENT_FAILED)
 
 
-def test_a_teacher_cancelled_in_the_queue_fails_the_rest_of_its_chain(house: House) -> None:
-    teacher, child = _both(house, _chain(house))
-    house.store.request_cancel(teacher.id)
-    assert house.store.job(child.id).reason == Reason.PARENT_FAILED
+def test_a_teacher_cancelled_in_the_queue_fails_the_rest_of_its_chain(driver: StoreDriver) -> None:
+    teacher, child = _both(driver, _chain(driver))
+    driver.store.request_cancel(teacher.id)
+    assert driver.store.job(child.id).reason == Reason.PARENT_FAILED
 
 
-def test_a_key_covers_the_pair(house: House, at_once: AtOnce) -> None:
-    chain = _chain(house)
-    made = at_once(8, lambda _: house.store.create_chain(chain, idempotency_key="k"))
+def test_a_key_covers_the_pair(driver: StoreDriver, at_once: AtOnce) -> None:
+    chain = _chain(driver)
+    made = at_once(8, lambda _: driver.create_chain(chain, idempotency_key="k"))
     assert len({teacher.id for teacher, _ in made}) == 1
     assert sum(created for _, created in made) == 1
     assert {len(teacher.child_job_ids) for teacher, _ in made} == {1}
-    assert len(house.store.list_jobs().items) == 2
+    assert len(driver.store.list_jobs().items) == 2
 
 
-def test_a_key_that_a_chain_has_used_is_refused_for_anything_else(house: House) -> None:
-    house.store.create_chain(_chain(house), idempotency_key="k")
+def test_a_key_that_a_chain_has_used_is_refused_for_anything_else(driver: StoreDriver) -> None:
+    driver.create_chain(_chain(driver), idempotency_key="k")
     with pytest.raises(InvalidInput) as refused:
-        house.store.create_chain(_chain(house, name="b"), idempotency_key="k")
+        driver.create_chain(_chain(driver, name="b"), idempotency_key="k")
     assert refused.value.field == "Idempotency-Key"
     with pytest.raises(InvalidInput) as refused:
-        house.store.create_job(house.teacher_spec(), idempotency_key="k")
+        driver.create_job(driver.teacher_spec(), idempotency_key="k")
     assert refused.value.field == "Idempotency-Key"
 
 
@@ -114,32 +124,32 @@ def test_a_key_that_a_chain_has_used_is_refused_for_anything_else(house: House) 
     ],
 )
 def test_what_one_part_refers_to_in_vain_is_named_and_neither_is_stored(
-    house: House, teacher: dict[str, Any], distill: dict[str, Any], field: str
+    driver: StoreDriver, teacher: dict[str, Any], distill: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidInput, match=f"^{field}: ") as refused:
-        house.store.create_chain(_chain(house, teacher=teacher, **distill))
+        driver.create_chain(_chain(driver, teacher=teacher, **distill))
     assert refused.value.field == field
-    assert house.store.list_jobs().items == []
+    assert driver.store.list_jobs().items == []
 
 
-def test_heads_that_differ_are_refused_with_both_lists(house: House) -> None:
-    other = house.add_dataset(heads=(OTHER_LABELS,))
+def test_heads_that_differ_are_refused_with_both_lists(driver: StoreDriver) -> None:
+    other = driver.add_dataset(heads=(OTHER_LABELS,))
     with pytest.raises(InvalidInput) as refused:
-        house.store.create_chain(_chain(house, dataset_id=other))
+        driver.create_chain(_chain(driver, dataset_id=other))
     assert str(refused.value) == (
         "distill.heads: teacher and student heads differ: the teacher has "
         "sentiment (single_label: negative, positive); "
         "the student has sentiment (single_label: bad, good)"
     )
-    assert house.store.list_jobs().items == []
+    assert driver.store.list_jobs().items == []
 
 
-def test_a_student_has_the_heads_of_its_teacher_unless_it_names_some(house: House) -> None:
-    both = house.add_dataset(heads=(OTHER_LABELS, DOMAIN))
+def test_a_student_has_the_heads_of_its_teacher_unless_it_names_some(driver: StoreDriver) -> None:
+    both = driver.add_dataset(heads=(OTHER_LABELS, DOMAIN))
     teacher = {"dataset_id": both, "heads": ["domain"]}
-    _, child = _both(house, _chain(house, teacher=teacher))
+    _, child = _both(driver, _chain(driver, teacher=teacher))
     assert (child.dataset_id, child.spec.heads) == (both, ["domain"])
-    _, child = _both(house, _chain(house, teacher={"dataset_id": both}, heads=["sentiment"]))
+    _, child = _both(driver, _chain(driver, teacher={"dataset_id": both}, heads=["sentiment"]))
     assert child.spec.heads == ["sentiment"]
 
 
@@ -152,8 +162,10 @@ def test_a_student_has_the_heads_of_its_teacher_unless_it_names_some(house: Hous
         ("distill", {"heads": []}),
     ],
 )
-def test_a_part_that_is_none_is_refused(house: House, part: str, fields: dict[str, Any]) -> None:
-    body = _chain(house).model_dump(mode="json", exclude_unset=True)
+def test_a_part_that_is_none_is_refused(
+    driver: StoreDriver, part: str, fields: dict[str, Any]
+) -> None:
+    body = _chain(driver).model_dump(mode="json", exclude_unset=True)
     with pytest.raises(ValidationError):
         ChainSpec.model_validate(body | {part: body[part] | fields})
 

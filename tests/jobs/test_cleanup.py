@@ -12,54 +12,56 @@ from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.state import JobState, Reason
 
 if TYPE_CHECKING:
-    from tests.jobs.conftest import House
+    from tests.jobs.conftest import StoreDriver
 
 RETRY = Outcome(end=End.RETRY, reason=Reason.CRASHED, message="killed")
 
 
-def artifact(house: House, name: str) -> Path:
-    path = house.settings.model_dir(name)
+def artifact(driver: StoreDriver, name: str) -> Path:
+    path = driver.settings.model_dir(name)
     path.mkdir(parents=True, exist_ok=True)
     (path / "manifest.json").touch()
     return path
 
 
-def test_artifacts_of_attempts_that_were_killed_before_their_row_are_removed(house: House) -> None:
-    first = house.running()
-    orphan = artifact(house, first.model_id)
-    house.store.finish(first, RETRY)
-    kept = house.settings.model_dir(house.succeed(house.claim(first.job_id)))
-    given_up = artifact(house, model_id_of(house.in_state(JobState.FAILED), 1))
-    assert set(remove_leftovers(house.store)) == {orphan, given_up}
+def test_artifacts_of_attempts_that_were_killed_before_their_row_are_removed(
+    driver: StoreDriver,
+) -> None:
+    first = driver.running()
+    orphan = artifact(driver, first.model_id)
+    driver.store.finish(first, RETRY)
+    kept = driver.settings.model_dir(driver.succeed(driver.claim(first.job_id)))
+    given_up = artifact(driver, model_id_of(driver.in_state(JobState.FAILED), 1))
+    assert set(remove_leftovers(driver.store)) == {orphan, given_up}
     assert [orphan.exists(), given_up.exists(), kept.exists()] == [False, False, True]
-    assert remove_leftovers(house.store) == []
+    assert remove_leftovers(driver.store) == []
 
 
-def test_artifacts_of_running_attempts_and_of_strangers_stay(house: House) -> None:
-    running = artifact(house, house.running().model_id)
-    cancelling = artifact(house, model_id_of(house.in_state(JobState.CANCELLING), 1))
-    unknown = artifact(house, "mdl_00000000000000000000000000_1")
-    other = artifact(house, "base-model")
-    assert remove_leftovers(house.store) == []
+def test_artifacts_of_running_attempts_and_of_strangers_stay(driver: StoreDriver) -> None:
+    running = artifact(driver, driver.running().model_id)
+    cancelling = artifact(driver, model_id_of(driver.in_state(JobState.CANCELLING), 1))
+    unknown = artifact(driver, "mdl_00000000000000000000000000_1")
+    other = artifact(driver, "base-model")
+    assert remove_leftovers(driver.store) == []
     assert all(path.exists() for path in (running, cancelling, unknown, other))
 
 
-def test_checkpoints_go_with_the_success_of_their_job_and_no_sooner(house: House) -> None:
+def test_checkpoints_go_with_the_success_of_their_job_and_no_sooner(driver: StoreDriver) -> None:
     def save(job_id: str) -> Path:
-        path = house.settings.run_dir(job_id, 1) / "checkpoints"
+        path = driver.settings.run_dir(job_id, 1) / "checkpoints"
         (path / "step-00000001").mkdir(parents=True)
         return path
 
-    needed = [save(house.in_state(state)) for state in (JobState.RUNNING, JobState.FAILED)]
-    needless = save(house.in_state(JobState.SUCCEEDED))
-    assert remove_leftovers(house.store) == [needless]
+    needed = [save(driver.in_state(state)) for state in (JobState.RUNNING, JobState.FAILED)]
+    needless = save(driver.in_state(JobState.SUCCEEDED))
+    assert remove_leftovers(driver.store) == [needless]
     assert all(path.is_dir() for path in needed)
 
 
-def test_an_upload_cut_short_is_removed_after_a_day(house: House) -> None:
-    old, new = (house.settings.datasets_dir / f".ds_{name}.7.partial" for name in ("old", "new"))
+def test_an_upload_cut_short_is_removed_after_a_day(driver: StoreDriver) -> None:
+    old, new = (driver.settings.datasets_dir / f".ds_{name}.7.partial" for name in ("old", "new"))
     for path in (old, new):
         path.mkdir()
     os.utime(old, (1, 1))
-    assert remove_leftovers(house.store) == [old]
+    assert remove_leftovers(driver.store) == [old]
     assert new.is_dir()

@@ -16,7 +16,7 @@ from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.sweep import sweep
 
 if TYPE_CHECKING:
-    from tests.jobs.conftest import AtOnce, House
+    from tests.jobs.conftest import AtOnce, StoreDriver
 
 MINUTE = timedelta(minutes=1)
 
@@ -35,90 +35,92 @@ def later() -> Callable[[int], datetime]:
 
 
 def test_a_silent_worker_loses_its_job_to_the_queue(
-    house: House, app: Celery, later: Callable[[int], datetime]
+    driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
-    claim = house.running()
-    assert sweep(house.store, app) == []
-    assert sweep(house.store, app, now=later(2)) == [(claim.job_id, "teacher")]
-    job = house.store.job(claim.job_id)
+    claim = driver.running()
+    assert sweep(driver.store, app) == []
+    assert sweep(driver.store, app, now=later(2)) == [(claim.job_id, "teacher")]
+    job = driver.store.job(claim.job_id)
     assert (job.state, job.reason) == (JobState.QUEUED, None)
     assert depth(app, "teacher") == 1
-    (attempt,) = house.store.attempts(claim.job_id)
+    (attempt,) = driver.store.attempts(claim.job_id)
     assert (attempt.ending, attempt.reason) == ("lost", Reason.LOST)
     assert attempt.message == "Worker worker-1 fell silent during attempt 1."
 
 
 def test_a_job_lost_in_its_last_attempt_fails(
-    house: House, app: Celery, later: Callable[[int], datetime]
+    driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
-    claim = house.running(max_attempts=1)
-    child, _ = house.store.create_job(house.distill_spec({"job_id": claim.job_id}))
-    assert sweep(house.store, app, now=later(2)) == []
-    job = house.store.job(claim.job_id)
+    claim = driver.running(max_attempts=1)
+    child, _ = driver.create_job(driver.distill_spec({"job_id": claim.job_id}))
+    assert sweep(driver.store, app, now=later(2)) == []
+    job = driver.store.job(claim.job_id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.LOST)
-    assert house.store.job(child.id).reason == Reason.PARENT_FAILED
+    assert driver.store.job(child.id).reason == Reason.PARENT_FAILED
 
 
 def test_a_job_lost_while_it_was_cancelled_is_cancelled(
-    house: House, app: Celery, later: Callable[[int], datetime]
+    driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
-    claim = house.running()
-    house.store.request_cancel(claim.job_id)
-    sweep(house.store, app, now=later(2))
-    assert house.store.job(claim.job_id).state == JobState.CANCELLED
+    claim = driver.running()
+    driver.store.request_cancel(claim.job_id)
+    sweep(driver.store, app, now=later(2))
+    assert driver.store.job(claim.job_id).state == JobState.CANCELLED
 
 
 def test_a_heartbeat_keeps_the_job(
-    house: House, app: Celery, later: Callable[[int], datetime]
+    driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
-    claim = house.running()
-    house.store.heartbeat(claim, lease_seconds=600)
-    assert sweep(house.store, app, now=later(2)) == []
-    assert house.store.job(claim.job_id).state == JobState.RUNNING
+    claim = driver.running()
+    driver.store.heartbeat(claim, lease_seconds=600)
+    assert sweep(driver.store, app, now=later(2)) == []
+    assert driver.store.job(claim.job_id).state == JobState.RUNNING
 
 
 def test_a_lost_message_is_sent_again_when_it_is_overdue(
-    house: House, app: Celery, later: Callable[[int], datetime]
+    driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
-    job = house.queued()
-    assert sweep(house.store, app) == []
-    assert sweep(house.store, app, now=later(1)) == [(job.id, "teacher")]
+    job = driver.queued()
+    assert sweep(driver.store, app) == []
+    assert sweep(driver.store, app, now=later(1)) == [(job.id, "teacher")]
     assert depth(app, "teacher") == 1
 
 
 def test_a_queue_with_messages_never_grows_by_duplicates(
-    house: House, app: Celery, later: Callable[[int], datetime]
+    driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
     for _ in range(3):
-        house.queued()
+        driver.queued()
     for minutes in range(1, 6):
-        sweep(house.store, app, now=later(minutes))
+        sweep(driver.store, app, now=later(minutes))
     assert depth(app, "teacher") == 3
 
 
 def test_each_kind_is_sent_to_its_own_queue(
-    house: House, app: Celery, later: Callable[[int], datetime]
+    driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
-    teacher = house.succeed(house.running())
-    house.store.create_job(house.distill_spec({"model_id": teacher}))
-    sweep(house.store, app, now=later(1))
+    teacher = driver.succeed(driver.running())
+    driver.create_job(driver.distill_spec({"model_id": teacher}))
+    sweep(driver.store, app, now=later(1))
     assert (depth(app, "teacher"), depth(app, "distill")) == (0, 1)
 
 
-def test_many_sweeps_at_once_send_each_job_once(house: House, app: Celery, at_once: AtOnce) -> None:
-    claims = [house.running() for _ in range(5)]
+def test_many_sweeps_at_once_send_each_job_once(
+    driver: StoreDriver, app: Celery, at_once: AtOnce
+) -> None:
+    claims = [driver.running() for _ in range(5)]
     for claim in claims:
         # By the database's own clock: a sweep that runs ahead of it would find jobs overdue that
         # another has only just queued again.
-        house.store.heartbeat(claim, lease_seconds=-1)
-    sent = [ticket for found in at_once(4, lambda _: sweep(house.store, app)) for ticket in found]
+        driver.store.heartbeat(claim, lease_seconds=-1)
+    sent = [ticket for found in at_once(4, lambda _: sweep(driver.store, app)) for ticket in found]
     assert sorted(ticket.job_id for ticket in sent) == sorted(claim.job_id for claim in claims)
 
 
 def test_a_broker_that_is_away_does_not_keep_the_sweep_from_ending_lost_attempts(
-    house: House, later: Callable[[int], datetime]
+    driver: StoreDriver, later: Callable[[int], datetime]
 ) -> None:
-    app = make_celery(house.settings)  # its broker is a closed port
-    claim = house.running()
-    assert sweep(house.store, app, now=later(2)) == []
-    assert house.store.job(claim.job_id).state == JobState.QUEUED
+    app = make_celery(driver.settings)  # its broker is a closed port
+    claim = driver.running()
+    assert sweep(driver.store, app, now=later(2)) == []
+    assert driver.store.job(claim.job_id).state == JobState.QUEUED

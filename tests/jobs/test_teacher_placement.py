@@ -94,7 +94,7 @@ def test_auto_takes_a_smaller_micro_batch_for_both_models() -> None:
     assert chosen.recipe.micro_batch_tokens < LONG["micro_batch_tokens"]
     assert chosen.plan["verdict"] == "fits"
     assert chosen.plan["components"]["other_model"] > 0
-    # StoredPlan anew with what was chosen, it is the same plan.
+    # Planned anew with what was chosen, it is the same plan.
     own = chosen.recipe.model_dump(mode="json")
     placement = chosen.plan["teacher_placement"]
     again = planned(asked("qwen3-8b", placement, resources=SMALL, training=LONG, recipe=own))

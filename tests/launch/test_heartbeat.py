@@ -44,10 +44,7 @@ def _heartbeat(store: FakeStore, run: RunDirectory) -> Heartbeat:
         recipe={},
         plan=None,
         model_id="mdl_1",
-        dataset_dir=run.path,
-        unlabelled_dirs=[],
-        model_dir=None,
-        teacher_dir=None,
+        resolved=None,
         resume_dir=None,
         problem=None,
     )

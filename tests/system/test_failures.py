@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.api.admission import Admitter
+from services.api.admission import Admission
 from services.api.app import create_app
 from services.api.auth.keys import Keys
 from services.api.deps import AppContext
-from services.api.planner import Planner
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.datasets.ingest import ingest
 from services.shared.datasets.upload import Format, HeadColumn, Layout
 from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.ids import new_id
-from services.shared.jobs.planning.spec_to_plan import JobPlan
+from services.shared.jobs.planning.spec_to_plan import plan_resolved
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import JobState, Reason
@@ -100,7 +99,7 @@ def client(settings: ApiSettings, store: Store) -> TestClient:
         store=store,
         send=lambda *_: True,
         predictor=FakePredictor(),
-        admit=Admitter(settings, plan=Planner(store, settings)),
+        admission=Admission(store, settings),
         keys=Keys({}),
         metrics=Metrics(),
     )
@@ -178,9 +177,7 @@ def run(store: Store, job_id: str) -> list[QueuedJob]:
 
 def submit(store: Store, fault: str, dataset: str, **more: Any) -> JobView:
     teacher_spec = TeacherSpec.model_validate(spec(fault, dataset, **more))
-    planned = Planner(store, store.settings)(teacher_spec)
-    assert isinstance(planned, JobPlan)
-    return store.create_job(teacher_spec, plan=planned.plan, recipe=planned.recipe)[0]
+    return store.create_job(plan_resolved(store.resolve(teacher_spec), store.settings))[0]
 
 
 def test_a_failed_allocation_is_attributed_to_its_tensor_and_the_remedy_works(

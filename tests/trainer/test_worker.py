@@ -27,6 +27,7 @@ from services.shared.jobs.views import Claim, EventType, FinishResult, JobView, 
 from services.shared.launch.aftermath.outcome import MemoryFailure
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch
+from tests.factories import create_job
 
 HERE = Path(__file__).parent
 MODULE = "fake_training"
@@ -88,7 +89,7 @@ def _job(store: Store, behaviour: str, **fields: Any) -> JobView:
         "model": {"config": {"model_type": "qwen3"}, "tokenizer": {"train": True}},
         "resources": {"ranks": 1},
     }
-    return store.create_job(TeacherSpec.model_validate(spec | fields))[0]
+    return create_job(store, TeacherSpec.model_validate(spec | fields))[0]
 
 
 def _run(

@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.responses import Response
 
 from services.api.auth.keys import Scope, requires
-from services.api.deps import AppContext, ContextDep, Cursor, JobId, Limit
+from services.api.deps import Admission, AppContext, ContextDep, Cursor, JobId, Limit
 from services.api.limits.body import screen_json
 from services.api.openapi import links, problems
-from services.shared.jobs.db.job_queries import StoredPlan
-from services.shared.jobs.db.retries import changed_spec
 from services.shared.jobs.errors import prefix_field
+from services.shared.jobs.planning.spec_changes import change_spec
+from services.shared.jobs.resolved_spec import PlannedSpec
 from services.shared.jobs.spec import ChainSpec, JobRequest, Recipe, Training
 from services.shared.jobs.state import JobState
 from services.shared.jobs.views import JobSummary, JobView, Kind, Page
@@ -94,26 +94,23 @@ def create_job(
     distillation that waits for it.
     """
     if isinstance(body, ChainSpec):
-        teacher, distill = _admit_chain(body, context)
+        teacher, distill = _plan_chain(body, context.admission)
         job, created = context.store.create_chain(
             body, teacher=teacher, distill=distill, idempotency_key=idempotency_key
         )
     else:
-        admission = context.admit(body)
-        job, created = context.store.create_job(
-            body, plan=admission.plan, recipe=admission.recipe, idempotency_key=idempotency_key
-        )
+        planned = context.admission.plan(context.admission.resolve(body))
+        job, created = context.store.create_job(planned, idempotency_key=idempotency_key)
     return _accepted(job, context=context, response=response, created=created)
 
 
-def _admit_chain(chain: ChainSpec, context: AppContext) -> tuple[StoredPlan, StoredPlan]:
+def _plan_chain(chain: ChainSpec, admission: Admission) -> tuple[PlannedSpec, PlannedSpec]:
     """Return what is stored with the two jobs. Raises InvalidInput, DoesNotFit naming the part."""
-    spec = chain.teacher_spec()
     with prefix_field("teacher"):
-        teacher = context.admit(spec)
+        teacher = admission.plan(admission.resolve(chain.teacher_spec()))
     with prefix_field("distill"):
-        distill = context.admit(chain.distill_spec(), teacher=spec)
-    return StoredPlan(teacher.plan, teacher.recipe), StoredPlan(distill.plan, distill.recipe)
+        resolved = admission.resolve(chain.distill_spec(), chained=teacher.resolved)
+        return teacher, admission.plan(resolved)
 
 
 def _optional(model: type[BaseModel], *, beside: type[BaseModel]) -> Any:
@@ -169,18 +166,15 @@ def retry_job(
     changes = body.model_dump(mode="json", exclude_unset=True) if body else {}
     recipe_changes, training_changes = changes.get("changes") or {}, changes.get("training") or {}
     former = context.store.job(job_id)
-    spec = changed_spec(
+    changed = change_spec(
         former.spec,
         recipe=former.recipe,
         recipe_changes=recipe_changes,
         training_changes=training_changes,
     )
+    planned = context.admission.plan(context.admission.resolve(changed.spec))
     job, created = context.store.retry(
-        job_id,
-        recipe_changes=recipe_changes,
-        training_changes=training_changes,
-        plan=context.admit(spec).plan,
-        idempotency_key=idempotency_key,
+        job_id, changed, plan=planned.plan, idempotency_key=idempotency_key
     )
     return _accepted(job, context=context, response=response, created=created)
 

@@ -7,12 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Depends
 
 from services.api.auth.keys import requires
-from services.api.deps import AppContext, ContextDep
+from services.api.deps import Admission, ContextDep
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.api.routes.jobs import RequestBody
 from services.shared.jobs.errors import DoesNotFit, InvalidInput, prefix_field
-from services.shared.jobs.spec import ChainSpec, DistillSpec, TeacherSpec
+from services.shared.jobs.resolved_spec import ResolvedSpec
+from services.shared.jobs.spec import ChainSpec
 
 router = APIRouter(
     tags=["plans"],
@@ -27,25 +28,26 @@ def plan_job(body: RequestBody, context: ContextDep) -> dict[str, Any]:
 
     A chain has two: `{"teacher": {...}, "distill": {...}}`.
     """
+    admission = context.admission
     if not isinstance(body, ChainSpec):
-        return _plan(body, context)
-    teacher = body.teacher_spec()
+        return _plan(admission.resolve(body), admission)
     with prefix_field("teacher"):
-        first = _plan(teacher, context)
+        teacher = admission.resolve(body.teacher_spec())
+        first = _plan(teacher, admission)
     with prefix_field("distill"):
-        second = _plan(body.distill_spec(), context, teacher=teacher)
-    return {"teacher": first, "distill": second}
+        distill = admission.resolve(body.distill_spec(), chained=teacher)
+        return {"teacher": first, "distill": _plan(distill, admission)}
 
 
-def _plan(
-    spec: TeacherSpec | DistillSpec, context: AppContext, *, teacher: TeacherSpec | None = None
-) -> dict[str, Any]:
+def _plan(resolved: ResolvedSpec, admission: Admission) -> dict[str, Any]:
     try:
-        admitted = context.admit(spec, teacher=teacher)
+        planned = admission.plan(resolved)
     except DoesNotFit as refusal:
         return refusal.plan
-    if admitted.plan is None:
-        why = admitted.unplanned
-        assert why is not None
-        raise InvalidInput(f"{why.field}: nothing can be planned: {why.why}", field=why.field)
-    return admitted.plan
+    if planned.plan is None:
+        unplanned = planned.unplanned
+        assert unplanned is not None
+        raise InvalidInput(
+            f"{unplanned.field}: nothing can be planned: {unplanned.why}", field=unplanned.field
+        )
+    return planned.plan

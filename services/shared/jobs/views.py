@@ -14,6 +14,7 @@ from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.gates import GateResult, Int8Gate
 from services.shared.jobs.outcome import Outcome
 from services.shared.jobs.planning.plan_vs_measured import RankMemory, compare_phases
+from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Phase, Reason
 
@@ -101,7 +102,7 @@ class JobView(JobSummary):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def memory(self) -> dict[str, RankMemory]:
-        """StoredPlan and measured peaks of each phase, by rank."""
+        """Planned and measured peaks of each phase, by rank."""
         return compare_phases(self.plan, self.measured, self.observed)
 
 
@@ -196,10 +197,7 @@ class Claim:
     recipe: dict[str, Any]  # fields of spec.Recipe, `auto` resolved, changes of retries applied
     plan: dict[str, Any] | None
     model_id: str  # of the model that this attempt makes if it succeeds
-    dataset_dir: Path
-    unlabelled_dirs: list[Path]
-    model_dir: Path | None  # spec.model / spec.student, when it names a directory or a model
-    teacher_dir: Path | None
+    resolved: ResolvedSpec | None  # None only with a `problem`
     resume_dir: Path | None  # checkpoints of an earlier attempt
     problem: Outcome | None  # why it cannot run, found while resolving paths: finish with it
 

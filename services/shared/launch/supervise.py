@@ -67,6 +67,8 @@ def prepare(claim: Claim, *, settings: JobSettings) -> RunDirectory:
     """Write the inputs of one attempt into its run directory. Raises OSError."""
     run = RunDirectory(settings.run_dir(claim.job_id, claim.attempt))
     run.path.mkdir(parents=True, exist_ok=True)
+    resolved = claim.resolved
+    assert resolved is not None, "a claim with a problem is not run"
     if claim.resume_dir is not None:
         link_best_weights(claim.resume_dir, run.checkpoints)
     if claim.plan is not None:
@@ -77,10 +79,10 @@ def prepare(claim: Claim, *, settings: JobSettings) -> RunDirectory:
             job_id=claim.job_id,
             attempt=claim.attempt,
             spec=claim.spec,
-            dataset_dir=claim.dataset_dir,
-            unlabelled_dirs=claim.unlabelled_dirs,
-            model_dir=claim.model_dir,
-            teacher_dir=claim.teacher_dir,
+            dataset_dir=resolved.dataset_dir,
+            unlabelled_dirs=list(resolved.unlabelled_dirs),
+            model_dir=resolved.model_dir,
+            teacher_dir=None if resolved.teacher is None else resolved.teacher.directory,
             resume_dir=claim.resume_dir,
             recipe=claim.recipe,
             cache_dir=settings.signals_dir,

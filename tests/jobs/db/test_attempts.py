@@ -3,98 +3,110 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Conflict, InvalidTransition
 from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.resolved_spec import ResolvedTeacher
 from services.shared.jobs.run_directory import Report
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import TERMINAL, JobState, Phase, Reason
 from services.shared.jobs.views import EventType, HeartbeatReply
+from tests.factories import create_job
 
 if TYPE_CHECKING:
-    from tests.jobs.conftest import AtOnce, House
+    from tests.jobs.conftest import AtOnce, StoreDriver
 
 CRASHED = Outcome(end=End.FAILED, reason=Reason.CRASHED, message="Rank 0 crashed.", exit_code=1)
 
 
-def test_many_claims_at_once_and_one_wins(house: House, at_once: AtOnce) -> None:
-    job = house.queued()
+def test_many_claims_at_once_and_one_wins(driver: StoreDriver, at_once: AtOnce) -> None:
+    job = driver.queued()
     claims = at_once(
-        12, lambda n: house.store.claim(job.id, worker=f"worker-{n}", lease_seconds=60)
+        12, lambda n: driver.store.claim(job.id, worker=f"worker-{n}", lease_seconds=60)
     )
     winners = [claim for claim in claims if claim is not None]
     assert len(winners) == 1
-    assert [attempt.number for attempt in house.store.attempts(job.id)] == [1]
+    assert [attempt.number for attempt in driver.store.attempts(job.id)] == [1]
 
 
-def test_a_claim_whose_answer_was_lost_is_found_again_by_its_token(house: House) -> None:
-    job = house.queued()
+def test_a_claim_whose_answer_was_lost_is_found_again_by_its_token(driver: StoreDriver) -> None:
+    job = driver.queued()
     first, again = (
-        house.store.claim(job.id, worker="w", token="t" * 32, lease_seconds=60) for _ in range(2)
+        driver.store.claim(job.id, worker="w", token="t" * 32, lease_seconds=60) for _ in range(2)
     )
     assert first == again
     assert first is not None
-    assert len(house.store.attempts(job.id)) == 1
-    assert house.store.claim(job.id, worker="w", token="u" * 32, lease_seconds=60) is None
+    assert len(driver.store.attempts(job.id)) == 1
+    assert driver.store.claim(job.id, worker="w", token="u" * 32, lease_seconds=60) is None
 
 
-def test_an_outcome_whose_answer_was_lost_is_applied_once_and_known_to_be(house: House) -> None:
-    claim = house.running()
-    house.succeed(claim)
+def test_an_outcome_whose_answer_was_lost_is_applied_once_and_known_to_be(
+    driver: StoreDriver,
+) -> None:
+    claim = driver.running()
+    driver.succeed(claim)
     again = Outcome(end=End.SUCCEEDED, report=Report(outcome="succeeded"))
-    assert house.store.finish(claim, again).applied
-    assert len(house.store.list_models().items) == 1
+    assert driver.store.finish(claim, again).applied
+    assert len(driver.store.list_models().items) == 1
 
 
-def test_an_attempt_that_was_given_up_as_lost_applies_nothing(house: House) -> None:
-    claim = house.running()
-    house.store.end_lost_attempts(now=house.store.job(claim.job_id).created_at.replace(year=2999))
+def test_an_attempt_that_was_given_up_as_lost_applies_nothing(driver: StoreDriver) -> None:
+    claim = driver.running()
+    driver.store.end_lost_attempts(now=driver.store.job(claim.job_id).created_at.replace(year=2999))
     for end in (End.SUCCEEDED, End.RETRY, End.FAILED):
-        assert not house.store.finish(claim, Outcome(end=end, reason=Reason.CRASHED)).applied
-    assert house.store.job(claim.job_id).state is JobState.QUEUED
+        assert not driver.store.finish(claim, Outcome(end=end, reason=Reason.CRASHED)).applied
+    assert driver.store.job(claim.job_id).state is JobState.QUEUED
 
 
 @pytest.mark.parametrize("state", sorted(set(JobState) - {JobState.QUEUED}))
-def test_a_late_message_claims_nothing(house: House, state: JobState) -> None:
-    job_id = house.in_state(state)
-    before = house.store.job(job_id)
-    assert house.store.claim(job_id, worker="late", lease_seconds=60) is None
-    assert house.store.job(job_id) == before
+def test_a_late_message_claims_nothing(driver: StoreDriver, state: JobState) -> None:
+    job_id = driver.in_state(state)
+    before = driver.store.job(job_id)
+    assert driver.store.claim(job_id, worker="late", lease_seconds=60) is None
+    assert driver.store.job(job_id) == before
 
 
-def test_a_claim_knows_where_everything_lies(house: House) -> None:
-    teacher = house.succeed(house.running())
-    unlabelled = house.add_dataset(heads=())
-    job, _ = house.store.create_job(
-        house.distill_spec(
+def test_a_claim_knows_where_everything_lies(driver: StoreDriver) -> None:
+    teacher = driver.succeed(driver.running())
+    unlabelled = driver.add_dataset(heads=())
+    job, _ = driver.create_job(
+        driver.distill_spec(
             {"model_id": teacher},
             student={"model_id": teacher},
             distillation={"unlabelled_dataset_ids": [unlabelled]},
         )
     )
-    claim = house.claim(job.id)
+    claim = driver.claim(job.id)
     assert claim.problem is None
-    assert claim.dataset_dir == house.settings.dataset_dir(house.dataset_id)
-    assert claim.unlabelled_dirs == [house.settings.dataset_dir(unlabelled)]
-    assert claim.teacher_dir == claim.model_dir == house.settings.model_dir(teacher)
+    resolved = claim.resolved
+    assert resolved is not None
+    assert resolved.dataset_dir == driver.settings.dataset_dir(driver.dataset_id)
+    assert resolved.unlabelled_dirs == (driver.settings.dataset_dir(unlabelled),)
+    assert resolved.model_dir == driver.settings.model_dir(teacher)
+    assert resolved.teacher == ResolvedTeacher(driver.settings.model_dir(teacher))
     assert claim.recipe == Recipe().model_dump(mode="json")
     assert claim.resume_dir is None
 
 
-def test_a_claim_whose_data_is_gone_says_so(house: House) -> None:
-    job = house.queued()
-    house.settings.dataset_dir(house.dataset_id).rmdir()
-    problem = house.claim(job.id).problem
+def test_a_claim_whose_data_is_gone_says_so(driver: StoreDriver) -> None:
+    job = driver.queued()
+    driver.settings.dataset_dir(driver.dataset_id).rmdir()
+    problem = driver.claim(job.id).problem
     assert problem is not None
     assert (problem.end, problem.reason) == (End.FAILED, Reason.BAD_DATA)
 
 
-def test_a_claim_outside_of_the_model_roots_says_so(house: House) -> None:
-    job = house.queued(model={"path": "../../etc"})
-    problem = house.claim(job.id).problem
+def test_a_claim_outside_of_the_model_roots_says_so(driver: StoreDriver, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with_root = driver.settings.model_copy(update={"model_roots": [tmp_path]})
+    spec = driver.teacher_spec(model={"path": "model"})
+    job, _ = create_job(Store(driver.store.engine, with_root), spec)
+    problem = driver.claim(job.id).problem
     assert problem is not None
     assert problem.reason == Reason.BAD_MODEL
 
@@ -102,67 +114,67 @@ def test_a_claim_outside_of_the_model_roots_says_so(house: House) -> None:
 # Heartbeats
 
 
-def test_a_heartbeat_copies_progress_and_tells_changes_once(house: House) -> None:
-    claim = house.running()
+def test_a_heartbeat_copies_progress_and_tells_changes_once(driver: StoreDriver) -> None:
+    claim = driver.running()
     evaluation = {"heads": {"sentiment": {"macro_f1": 0.5}}}
 
     def beat(**progress: object) -> HeartbeatReply:
-        return house.store.heartbeat(
+        return driver.store.heartbeat(
             claim, phase=Phase.TRAINING, progress=progress, lease_seconds=60
         )
 
     assert beat(step=1, loss=2.0) is HeartbeatReply.CONTINUE
     beat(step=2, evaluation=evaluation)
     beat(step=3, evaluation=evaluation)
-    job = house.store.job(claim.job_id)
+    job = driver.store.job(claim.job_id)
     assert (job.phase, job.metrics) == (Phase.TRAINING, evaluation)
     assert job.progress == {"step": 3, "loss": 2.0, "evaluation": evaluation}
-    told = [(event.type, event.data) for event in house.store.events(claim.job_id)[2:]]
+    told = [(event.type, event.data) for event in driver.store.events(claim.job_id)[2:]]
     assert told == [
         (EventType.PHASE, {"phase": "training"}),
         (EventType.EVALUATION, {"step": 2, "evaluation": evaluation}),
     ]
 
 
-def test_a_heartbeat_notices_a_cancellation(house: House) -> None:
-    claim = house.running()
-    house.store.request_cancel(claim.job_id)
-    assert house.store.heartbeat(claim, lease_seconds=60) is HeartbeatReply.CANCEL
+def test_a_heartbeat_notices_a_cancellation(driver: StoreDriver) -> None:
+    claim = driver.running()
+    driver.store.request_cancel(claim.job_id)
+    assert driver.store.heartbeat(claim, lease_seconds=60) is HeartbeatReply.CANCEL
 
 
-def test_after_losing_the_lease_a_worker_changes_nothing(house: House) -> None:
-    stale = house.store.claim(house.queued().id, worker="slow", lease_seconds=-1)
+def test_after_losing_the_lease_a_worker_changes_nothing(driver: StoreDriver) -> None:
+    stale = driver.store.claim(driver.queued().id, worker="slow", lease_seconds=-1)
     assert stale is not None
-    assert house.store.end_lost_attempts()
-    fresh = house.claim(stale.job_id, worker="quick")
-    before = house.store.job(stale.job_id)
+    assert driver.store.end_lost_attempts()
+    fresh = driver.claim(stale.job_id, worker="quick")
+    before = driver.store.job(stale.job_id)
     assert (
-        house.store.heartbeat(stale, progress={"step": 9}, lease_seconds=60) is HeartbeatReply.LOST
+        driver.store.heartbeat(stale, progress={"step": 9}, lease_seconds=60) is HeartbeatReply.LOST
     )
-    assert not house.store.finish(stale, CRASHED).applied
-    assert not house.store.hand_back(stale).applied
-    assert house.store.job(stale.job_id) == before
-    assert house.store.finish(fresh, CRASHED).applied
+    assert not driver.store.finish(stale, CRASHED).applied
+    assert not driver.store.hand_back(stale).applied
+    assert driver.store.job(stale.job_id) == before
+    assert driver.store.finish(fresh, CRASHED).applied
 
 
 # Ends
 
 
-def test_success_makes_a_model_and_ends_the_attempt(house: House) -> None:
-    claim = house.running(name="reviews teacher")
-    model_id = house.succeed(claim, {"heads": {"sentiment": {"macro_f1": 0.8}}})
-    job = house.store.job(claim.job_id)
+def test_success_makes_a_model_and_ends_the_attempt(driver: StoreDriver) -> None:
+    claim = driver.running(name="reviews teacher")
+    model_id = driver.succeed(claim, {"heads": {"sentiment": {"macro_f1": 0.8}}})
+    job = driver.store.job(claim.job_id)
     assert (job.state, job.model_id, job.reason) == (JobState.SUCCEEDED, model_id, None)
     assert job.metrics == {"heads": {"sentiment": {"macro_f1": 0.8}}}
     assert job.ended_at is not None
-    model = house.store.model(model_id)
+    model = driver.store.model(model_id)
     assert (model.job_id, model.name, model.parameters) == (job.id, "reviews teacher", 10)
-    assert model.path == house.settings.model_dir(model_id)
-    assert [attempt.ending for attempt in house.store.attempts(job.id)] == ["succeeded"]
+    assert model.path == driver.settings.model_dir(model_id)
+    assert [attempt.ending for attempt in driver.store.attempts(job.id)] == ["succeeded"]
 
 
-def test_failure_keeps_what_was_learned(house: House) -> None:
-    claim = house.running()
+def test_failure_keeps_what_was_learned(driver: StoreDriver) -> None:
+    claim = driver.running()
     outcome = Outcome(
         end=End.FAILED,
         reason=Reason.DEVICE_OUT_OF_MEMORY,
@@ -173,11 +185,11 @@ def test_failure_keeps_what_was_learned(house: House) -> None:
         measured={"0": {"forward": 10}},
         observed={"0": {"sharded_units": 0}},
     )
-    house.store.finish(claim, outcome)
-    job = house.store.job(claim.job_id)
+    driver.store.finish(claim, outcome)
+    job = driver.store.job(claim.job_id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.DEVICE_OUT_OF_MEMORY)
     assert (job.diagnosis, job.measured) == ({"cause": "not_sharded"}, {"0": {"forward": 10}})
-    attempt = house.store.attempts(claim.job_id)[0]
+    attempt = driver.store.attempts(claim.job_id)[0]
     assert (attempt.ending, attempt.failed_rank, attempt.exit_code) == ("failed", 1, 1)
     assert job.model_id is None
 
@@ -193,62 +205,62 @@ OUT_OF_MEMORY = Outcome(
 
 
 def test_every_attempt_keeps_the_plan_it_ran_with_and_what_its_failed_rank_said(
-    house: House,
+    driver: StoreDriver,
 ) -> None:
-    job, _ = house.store.create_job(house.teacher_spec(), plan={"peak_bytes": 5})
-    house.store.finish(house.claim(job.id), OUT_OF_MEMORY)
-    assert house.claim(job.id).plan == {"peak_bytes": 3}
-    job = house.store.job(job.id)
+    job, _ = driver.create_job(driver.teacher_spec(), plan={"peak_bytes": 5})
+    driver.store.finish(driver.claim(job.id), OUT_OF_MEMORY)
+    assert driver.claim(job.id).plan == {"peak_bytes": 3}
+    job = driver.store.job(job.id)
     assert [attempt.plan for attempt in job.attempts] == [{"peak_bytes": 5}, {"peak_bytes": 3}]
     assert [attempt.failure for attempt in job.attempts] == [OUT_OF_MEMORY.failure, None]
     assert job.plan == {"peak_bytes": 3}
 
 
-def test_a_remedy_that_only_places_the_teacher_changes_the_plan_alone(house: House) -> None:
-    claim = house.running()
+def test_a_remedy_that_only_places_the_teacher_changes_the_plan_alone(driver: StoreDriver) -> None:
+    claim = driver.running()
     moved = OUT_OF_MEMORY.model_copy(
         update={"recipe_changes": {}, "plan": {"teacher_placement": "sharded"}}
     )
-    house.store.finish(claim, moved)
-    again = house.claim(claim.job_id)
+    driver.store.finish(claim, moved)
+    again = driver.claim(claim.job_id)
     assert (again.recipe, again.plan) == (claim.recipe, {"teacher_placement": "sharded"})
 
 
-def test_a_retried_attempt_queues_the_job_with_the_changed_recipe(house: House) -> None:
-    claim = house.running()
-    finished = house.store.finish(claim, OUT_OF_MEMORY)
+def test_a_retried_attempt_queues_the_job_with_the_changed_recipe(driver: StoreDriver) -> None:
+    claim = driver.running()
+    finished = driver.store.finish(claim, OUT_OF_MEMORY)
     assert finished.to_send == [(claim.job_id, "teacher")]
-    assert house.store.job(claim.job_id).state == JobState.QUEUED
-    again = house.claim(claim.job_id)
+    assert driver.store.job(claim.job_id).state == JobState.QUEUED
+    again = driver.claim(claim.job_id)
     assert again.attempt == 2
     assert again.recipe == claim.recipe | {"optimizer_impl": "for_loop"}
-    assert house.store.attempts(claim.job_id)[0].recipe == claim.recipe
+    assert driver.store.attempts(claim.job_id)[0].recipe == claim.recipe
 
 
-def test_the_last_attempt_is_not_retried(house: House) -> None:
-    claim = house.running(max_attempts=1)
-    finished = house.store.finish(claim, OUT_OF_MEMORY)
+def test_the_last_attempt_is_not_retried(driver: StoreDriver) -> None:
+    claim = driver.running(max_attempts=1)
+    finished = driver.store.finish(claim, OUT_OF_MEMORY)
     assert finished.to_send == []
-    job = house.store.job(claim.job_id)
+    job = driver.store.job(claim.job_id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.DEVICE_OUT_OF_MEMORY)
 
 
-def test_handing_back_uses_up_no_attempt(house: House) -> None:
-    claim = house.running(max_attempts=1)
+def test_handing_back_uses_up_no_attempt(driver: StoreDriver) -> None:
+    claim = driver.running(max_attempts=1)
     for number in (2, 3):
-        finished = house.store.hand_back(claim)
+        finished = driver.store.hand_back(claim)
         assert finished.to_send == [(claim.job_id, "teacher")]
-        claim = house.claim(claim.job_id)
+        claim = driver.claim(claim.job_id)
         assert claim.attempt == number
-    house.succeed(claim)
+    driver.succeed(claim)
 
 
 @pytest.mark.parametrize("end", [End.HANDED_BACK, End.RETRY, End.CANCELLED])
-def test_a_job_being_cancelled_is_never_queued_again(house: House, end: End) -> None:
-    claim = house.running()
-    house.store.request_cancel(claim.job_id)
-    finished = house.store.finish(claim, Outcome(end=end, reason=Reason.CRASHED))
-    job = house.store.job(claim.job_id)
+def test_a_job_being_cancelled_is_never_queued_again(driver: StoreDriver, end: End) -> None:
+    claim = driver.running()
+    driver.store.request_cancel(claim.job_id)
+    finished = driver.store.finish(claim, Outcome(end=end, reason=Reason.CRASHED))
+    job = driver.store.job(claim.job_id)
     assert (job.state, job.reason, finished.to_send) == (
         JobState.CANCELLED,
         Reason.CANCELLED,
@@ -257,43 +269,47 @@ def test_a_job_being_cancelled_is_never_queued_again(house: House, end: End) -> 
 
 
 @pytest.mark.parametrize("end", [End.SUCCEEDED, End.FAILED])
-def test_an_end_reached_before_the_cancellation_was_noticed_is_kept(house: House, end: End) -> None:
-    claim = house.running()
-    house.store.request_cancel(claim.job_id)
+def test_an_end_reached_before_the_cancellation_was_noticed_is_kept(
+    driver: StoreDriver, end: End
+) -> None:
+    claim = driver.running()
+    driver.store.request_cancel(claim.job_id)
     if end is End.SUCCEEDED:
-        house.succeed(claim)
+        driver.succeed(claim)
     else:
-        house.store.finish(claim, CRASHED)
-    assert house.store.job(claim.job_id).state == end.value
+        driver.store.finish(claim, CRASHED)
+    assert driver.store.job(claim.job_id).state == end.value
 
 
-def test_a_worker_cannot_cancel_what_nobody_asked_to_cancel(house: House) -> None:
-    claim = house.running()
+def test_a_worker_cannot_cancel_what_nobody_asked_to_cancel(driver: StoreDriver) -> None:
+    claim = driver.running()
     with pytest.raises(InvalidTransition):
-        house.store.finish(claim, Outcome(end=End.CANCELLED, reason=Reason.CANCELLED))
-    assert house.store.job(claim.job_id).state == JobState.RUNNING
+        driver.store.finish(claim, Outcome(end=End.CANCELLED, reason=Reason.CANCELLED))
+    assert driver.store.job(claim.job_id).state == JobState.RUNNING
 
 
-def test_finishing_twice_applies_once(house: House, at_once: AtOnce) -> None:
-    claim = house.running()
-    applied = at_once(6, lambda _: house.store.finish(claim, CRASHED).applied)
+def test_finishing_twice_applies_once(driver: StoreDriver, at_once: AtOnce) -> None:
+    claim = driver.running()
+    applied = at_once(6, lambda _: driver.store.finish(claim, CRASHED).applied)
     assert all(applied)  # one did it, the others see that it is done
-    ends = [e for e in house.store.events(claim.job_id) if e.data.get("state") == "failed"]
+    ends = [e for e in driver.store.events(claim.job_id) if e.data.get("state") == "failed"]
     assert len(ends) == 1
-    assert len(house.store.events(claim.job_id)) == 3
+    assert len(driver.store.events(claim.job_id)) == 3
 
 
-def test_a_cancellation_and_an_end_at_once_leave_one_truth(house: House, at_once: AtOnce) -> None:
-    claim = house.running()
+def test_a_cancellation_and_an_end_at_once_leave_one_truth(
+    driver: StoreDriver, at_once: AtOnce
+) -> None:
+    claim = driver.running()
 
     def either(number: int) -> None:
         if number == 0:
-            house.store.finish(claim, CRASHED)
+            driver.store.finish(claim, CRASHED)
             return
         with contextlib.suppress(Conflict):
-            house.store.request_cancel(claim.job_id)
+            driver.store.request_cancel(claim.job_id)
 
     at_once(2, either)
-    job = house.store.job(claim.job_id)
+    job = driver.store.job(claim.job_id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.CRASHED)
     assert job.state in TERMINAL

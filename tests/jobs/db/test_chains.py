@@ -10,119 +10,122 @@ import pytest
 from services.shared.datasets.card import Head
 from services.shared.jobs.errors import InvalidInput, InvalidTransition
 from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.resolved_spec import ResolvedTeacher
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import JobView
+from tests.factories import retry_job
 
 if TYPE_CHECKING:
-    from tests.jobs.conftest import AtOnce, House
+    from tests.jobs.conftest import AtOnce, StoreDriver
 
 CRASHED = Outcome(end=End.FAILED, reason=Reason.CRASHED, message="Rank 0 crashed.", exit_code=1)
 
 
-def _child(house: House, job_id: str, **fields: object) -> JobView:
-    return house.store.create_job(house.distill_spec({"job_id": job_id}, **fields))[0]
+def _child(driver: StoreDriver, job_id: str, **fields: object) -> JobView:
+    return driver.create_job(driver.distill_spec({"job_id": job_id}, **fields))[0]
 
 
-def test_a_child_waits_and_is_released_with_its_teacher(house: House) -> None:
-    parent = house.running()
-    child = _child(house, parent.job_id)
+def test_a_child_waits_and_is_released_with_its_teacher(driver: StoreDriver) -> None:
+    parent = driver.running()
+    child = _child(driver, parent.job_id)
     assert (child.state, child.parent_job_id) == (JobState.WAITING, parent.job_id)
-    assert house.store.job(parent.job_id).child_job_ids == [child.id]
-    model_id = house.succeed(parent)
-    released = house.store.job(child.id)
+    assert driver.store.job(parent.job_id).child_job_ids == [child.id]
+    model_id = driver.succeed(parent)
+    released = driver.store.job(child.id)
     assert (released.state, released.teacher_model_id) == (JobState.QUEUED, model_id)
-    claim = house.claim(child.id)
-    assert claim.teacher_dir == house.settings.model_dir(model_id)
+    claim = driver.claim(child.id)
+    assert claim.resolved is not None
+    assert claim.resolved.teacher == ResolvedTeacher(driver.settings.model_dir(model_id))
 
 
-def test_a_teacher_that_has_finished_keeps_nobody_waiting(house: House) -> None:
-    parent = house.running()
-    model_id = house.succeed(parent)
-    child = _child(house, parent.job_id)
+def test_a_teacher_that_has_finished_keeps_nobody_waiting(driver: StoreDriver) -> None:
+    parent = driver.running()
+    model_id = driver.succeed(parent)
+    child = _child(driver, parent.job_id)
     assert (child.state, child.teacher_model_id) == (JobState.QUEUED, model_id)
 
 
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
-def test_a_teacher_that_has_failed_is_refused(house: House, state: JobState) -> None:
-    parent = house.in_state(state)
+def test_a_teacher_that_has_failed_is_refused(driver: StoreDriver, state: JobState) -> None:
+    parent = driver.in_state(state)
     with pytest.raises(InvalidInput, match=f"is {state} and made no model"):
-        _child(house, parent)
+        _child(driver, parent)
 
 
-def test_a_failed_teacher_takes_all_who_wait_along(house: House) -> None:
-    parent = house.running()
-    child = _child(house, parent.job_id)
-    grandchild = _child(house, child.id)
-    other = _child(house, parent.job_id)
-    finished = house.store.finish(parent, CRASHED)
+def test_a_failed_teacher_takes_all_who_wait_along(driver: StoreDriver) -> None:
+    parent = driver.running()
+    child = _child(driver, parent.job_id)
+    grandchild = _child(driver, child.id)
+    other = _child(driver, parent.job_id)
+    finished = driver.store.finish(parent, CRASHED)
     assert finished.to_send == []
     for job_id in (child.id, grandchild.id, other.id):
-        job = house.store.job(job_id)
+        job = driver.store.job(job_id)
         assert (job.state, job.reason) == (JobState.FAILED, Reason.PARENT_FAILED)
-    message = house.store.job(child.id).message
+    message = driver.store.job(child.id).message
     assert message == f"Its teacher job {parent.job_id} is failed: Rank 0 crashed."
 
 
-def test_a_teacher_cancelled_in_the_queue_takes_its_child_along(house: House) -> None:
-    parent = house.queued()
-    child = _child(house, parent.id)
-    house.store.request_cancel(parent.id)
-    job = house.store.job(child.id)
+def test_a_teacher_cancelled_in_the_queue_takes_its_child_along(driver: StoreDriver) -> None:
+    parent = driver.queued()
+    child = _child(driver, parent.id)
+    driver.store.request_cancel(parent.id)
+    job = driver.store.job(child.id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.PARENT_FAILED)
 
 
-def test_a_teacher_that_is_tried_again_keeps_its_child_waiting(house: House) -> None:
-    parent = house.running()
-    child = _child(house, parent.job_id)
-    house.store.finish(parent, Outcome(end=End.RETRY, reason=Reason.DEVICE_OUT_OF_MEMORY))
-    assert house.store.job(child.id).state == JobState.WAITING
+def test_a_teacher_that_is_tried_again_keeps_its_child_waiting(driver: StoreDriver) -> None:
+    parent = driver.running()
+    child = _child(driver, parent.job_id)
+    driver.store.finish(parent, Outcome(end=End.RETRY, reason=Reason.DEVICE_OUT_OF_MEMORY))
+    assert driver.store.job(child.id).state == JobState.WAITING
 
 
-def test_a_cancelled_child_is_not_released(house: House) -> None:
-    parent = house.running()
-    child = _child(house, parent.job_id)
-    house.store.request_cancel(child.id)
-    house.succeed(parent)
-    assert house.store.job(child.id).state == JobState.CANCELLED
+def test_a_cancelled_child_is_not_released(driver: StoreDriver) -> None:
+    parent = driver.running()
+    child = _child(driver, parent.job_id)
+    driver.store.request_cancel(child.id)
+    driver.succeed(parent)
+    assert driver.store.job(child.id).state == JobState.CANCELLED
 
 
 def test_no_child_is_left_waiting_when_its_teacher_ends_meanwhile(
-    house: House, at_once: AtOnce
+    driver: StoreDriver, at_once: AtOnce
 ) -> None:
     for _ in range(10):
-        parent = house.running()
+        parent = driver.running()
         children = []
 
         def either(number: int, parent=parent, children=children) -> None:
             if number == 0:
-                house.succeed(parent)
+                driver.succeed(parent)
             else:
-                children.append(_child(house, parent.job_id).id)
+                children.append(_child(driver, parent.job_id).id)
 
         at_once(4, either)
-        assert {house.store.job(child).state for child in children} == {JobState.QUEUED}
+        assert {driver.store.job(child).state for child in children} == {JobState.QUEUED}
 
 
-def test_a_teacher_with_other_labels_is_refused(house: House) -> None:
-    other = house.add_dataset(heads=(Head(name="sentiment", labels=["bad", "good"]),))
-    teacher = house.queued(dataset_id=other)
+def test_a_teacher_with_other_labels_is_refused(driver: StoreDriver) -> None:
+    other = driver.add_dataset(heads=(Head(name="sentiment", labels=["bad", "good"]),))
+    teacher = driver.queued(dataset_id=other)
     with pytest.raises(InvalidInput, match=r"has .*\(.*: bad, good\); .* has .*: negative, pos"):
-        _child(house, teacher.id)
+        _child(driver, teacher.id)
 
 
-def test_a_teacher_that_lists_the_labels_otherwise_is_taken(house: House) -> None:
-    other = house.add_dataset(heads=(Head(name="sentiment", labels=["positive", "negative"]),))
-    assert _child(house, house.queued(dataset_id=other).id).state == JobState.WAITING
+def test_a_teacher_that_lists_the_labels_otherwise_is_taken(driver: StoreDriver) -> None:
+    other = driver.add_dataset(heads=(Head(name="sentiment", labels=["positive", "negative"]),))
+    assert _child(driver, driver.queued(dataset_id=other).id).state == JobState.WAITING
 
 
-def test_a_teacher_without_the_head_is_refused(house: House) -> None:
+def test_a_teacher_without_the_head_is_refused(driver: StoreDriver) -> None:
     domain = Head(name="domain", labels=["book", "hotel"])
-    other = house.add_dataset(heads=(domain,))
-    teacher = house.succeed(house.running())
+    other = driver.add_dataset(heads=(domain,))
+    teacher = driver.succeed(driver.running())
     with pytest.raises(InvalidInput, match=r"has sentiment .*; the student has domain ") as refused:
-        house.store.create_job(house.distill_spec({"model_id": teacher}, dataset_id=other))
+        driver.create_job(driver.distill_spec({"model_id": teacher}, dataset_id=other))
     assert refused.value.field == "heads"
 
 
@@ -130,60 +133,62 @@ def test_a_teacher_without_the_head_is_refused(house: House) -> None:
 
 
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
-def test_a_retry_is_a_new_job(house: House, state: JobState) -> None:
-    old = house.store.job(house.in_state(state))
-    new = house.retry(old.id, plan={"verdict": "fits"})
+def test_a_retry_is_a_new_job(driver: StoreDriver, state: JobState) -> None:
+    old = driver.store.job(driver.in_state(state))
+    new = driver.retry(old.id, plan={"verdict": "fits"})
     assert (new.state, new.retry_of, new.attempt) == (JobState.QUEUED, old.id, 0)
     assert (new.spec, new.plan) == (old.spec, {"verdict": "fits"})
-    assert house.store.job(old.id) == old
+    assert driver.store.job(old.id) == old
 
 
-def test_a_retried_teacher_brings_those_that_failed_with_it(house: House) -> None:
-    parent = house.running()
-    child = _child(house, parent.job_id)
-    grandchild = _child(house, child.id)
-    cancelled = _child(house, parent.job_id)
-    house.store.request_cancel(cancelled.id)
-    house.store.finish(parent, CRASHED)
-    again = house.retry(parent.job_id)
+def test_a_retried_teacher_brings_those_that_failed_with_it(driver: StoreDriver) -> None:
+    parent = driver.running()
+    child = _child(driver, parent.job_id)
+    grandchild = _child(driver, child.id)
+    cancelled = _child(driver, parent.job_id)
+    driver.store.request_cancel(cancelled.id)
+    driver.store.finish(parent, CRASHED)
+    again = driver.retry(parent.job_id)
     (child_id,) = again.child_job_ids  # who was cancelled on request stays away
-    new = house.store.job(child_id)
+    new = driver.store.job(child_id)
     assert (new.state, new.retry_of, new.parent_job_id) == (JobState.WAITING, child.id, again.id)
     assert new.spec.teacher.job_id == again.id
-    assert new.recipe == house.store.job(child.id).recipe
+    assert new.recipe == driver.store.job(child.id).recipe
     (grandchild_id,) = new.child_job_ids
-    assert house.store.job(grandchild_id).retry_of == grandchild.id
-    assert house.store.job(child.id).reason == Reason.PARENT_FAILED  # what is over stays over
-    model_id = house.succeed(house.claim(again.id))
-    released = house.store.job(child_id)
+    assert driver.store.job(grandchild_id).retry_of == grandchild.id
+    assert driver.store.job(child.id).reason == Reason.PARENT_FAILED  # what is over stays over
+    model_id = driver.succeed(driver.claim(again.id))
+    released = driver.store.job(child_id)
     assert (released.state, released.teacher_model_id) == (JobState.QUEUED, model_id)
 
 
-def test_a_second_retry_brings_them_only_where_the_first_came_to_nothing(house: House) -> None:
-    parent = house.running()
-    child = _child(house, parent.job_id)
-    house.store.finish(parent, CRASHED)
-    first, second = house.retry(parent.job_id), house.retry(parent.job_id)
+def test_a_second_retry_brings_them_only_where_the_first_came_to_nothing(
+    driver: StoreDriver,
+) -> None:
+    parent = driver.running()
+    child = _child(driver, parent.job_id)
+    driver.store.finish(parent, CRASHED)
+    first, second = driver.retry(parent.job_id), driver.retry(parent.job_id)
     assert (len(first.child_job_ids), second.child_job_ids) == (1, [])
-    house.store.finish(house.claim(first.id), CRASHED)
-    third = house.retry(first.id)
+    driver.store.finish(driver.claim(first.id), CRASHED)
+    third = driver.retry(first.id)
     (child_id,) = third.child_job_ids
-    assert house.store.job(child_id).retry_of == first.child_job_ids[0]
-    house.store.request_cancel(child_id)
-    fourth = house.retry(parent.job_id)
-    assert [house.store.job(one).retry_of for one in fourth.child_job_ids] == [child.id]
+    assert driver.store.job(child_id).retry_of == first.child_job_ids[0]
+    driver.store.request_cancel(child_id)
+    fourth = driver.retry(parent.job_id)
+    assert [driver.store.job(one).retry_of for one in fourth.child_job_ids] == [child.id]
 
 
 @pytest.mark.parametrize("state", sorted(set(JobState) - {JobState.FAILED, JobState.CANCELLED}))
-def test_only_what_failed_or_was_cancelled_is_retried(house: House, state: JobState) -> None:
-    job_id = house.in_state(state)
+def test_only_what_failed_or_was_cancelled_is_retried(driver: StoreDriver, state: JobState) -> None:
+    job_id = driver.in_state(state)
     with pytest.raises(InvalidTransition):
-        house.retry(job_id)
+        driver.retry(job_id)
 
 
-def test_a_retry_takes_a_remedy(house: House) -> None:
-    old = house.in_state(JobState.FAILED)
-    new = house.retry(
+def test_a_retry_takes_a_remedy(driver: StoreDriver) -> None:
+    old = driver.in_state(JobState.FAILED)
+    new = driver.retry(
         old,
         recipe_changes={"optimizer": "adafactor"},
         training_changes={"micro_batch_tokens": 1024},
@@ -193,30 +198,30 @@ def test_a_retry_takes_a_remedy(house: House) -> None:
     assert new.recipe["optimizer"] == "adafactor"
 
 
-def test_a_retry_takes_a_remedy_that_places_the_teacher(house: House) -> None:
-    teacher = house.succeed(house.running())
-    old = house.store.create_job(house.distill_spec({"model_id": teacher}))[0]
-    house.store.finish(house.claim(old.id), CRASHED)
+def test_a_retry_takes_a_remedy_that_places_the_teacher(driver: StoreDriver) -> None:
+    teacher = driver.succeed(driver.running())
+    old = driver.create_job(driver.distill_spec({"model_id": teacher}))[0]
+    driver.store.finish(driver.claim(old.id), CRASHED)
     changes = {"teacher_placement": "sharded", "micro_batch_tokens": 512}
-    new = house.retry(old.id, recipe_changes=changes)
+    new = driver.retry(old.id, recipe_changes=changes)
     assert new.spec.distillation.teacher_placement == "sharded"
     assert new.recipe == old.recipe | {"micro_batch_tokens": 512}
 
 
-def test_a_teacher_job_has_no_teacher_to_place(house: House) -> None:
+def test_a_teacher_job_has_no_teacher_to_place(driver: StoreDriver) -> None:
     with pytest.raises(InvalidInput) as refused:
-        house.retry(
-            house.in_state(JobState.FAILED), recipe_changes={"teacher_placement": "sharded"}
+        driver.retry(
+            driver.in_state(JobState.FAILED), recipe_changes={"teacher_placement": "sharded"}
         )
     assert refused.value.field == "teacher_placement"
 
 
-def test_a_retry_goes_on_with_the_recipe_last_used(house: House) -> None:
-    claim = house.running()
+def test_a_retry_goes_on_with_the_recipe_last_used(driver: StoreDriver) -> None:
+    claim = driver.running()
     changes = {"optimizer_impl": "for_loop"}
-    house.store.finish(claim, Outcome(end=End.RETRY, recipe_changes=changes))
-    house.store.finish(house.claim(claim.job_id), CRASHED)
-    assert house.retry(claim.job_id).recipe["optimizer_impl"] == "for_loop"
+    driver.store.finish(claim, Outcome(end=End.RETRY, recipe_changes=changes))
+    driver.store.finish(driver.claim(claim.job_id), CRASHED)
+    assert driver.retry(claim.job_id).recipe["optimizer_impl"] == "for_loop"
 
 
 @pytest.mark.parametrize(
@@ -228,46 +233,49 @@ def test_a_retry_goes_on_with_the_recipe_last_used(house: House) -> None:
     ],
 )
 def test_a_remedy_that_does_not_exist_is_refused(
-    house: House, changes: dict[str, dict[str, object]], field: str
+    driver: StoreDriver, changes: dict[str, dict[str, object]], field: str
 ) -> None:
-    old = house.in_state(JobState.FAILED)
+    old = driver.in_state(JobState.FAILED)
     with pytest.raises(InvalidInput) as refused:
-        house.retry(old, **changes)
+        driver.retry(old, **changes)
     assert refused.value.field == field
 
 
-def test_every_attempt_goes_on_from_the_latest_checkpoint(house: House) -> None:
+def test_every_attempt_goes_on_from_the_latest_checkpoint(driver: StoreDriver) -> None:
     def save(job_id: str, attempt: int, *, complete: bool = True) -> Path:
-        run = RunDirectory(house.settings.run_dir(job_id, attempt))
+        run = RunDirectory(driver.settings.run_dir(job_id, attempt))
         (run.checkpoints / "step-10").mkdir(parents=True)
         if complete:
             (run.checkpoints / "step-10" / "COMPLETE").touch()
         return run.checkpoints
 
-    first = house.running()
+    first = driver.running()
     saved = save(first.job_id, 1)
-    house.store.hand_back(first)
-    second = house.claim(first.job_id)
+    driver.store.hand_back(first)
+    second = driver.claim(first.job_id)
     assert second.resume_dir == saved
     save(first.job_id, 2, complete=False)
-    house.store.finish(second, CRASHED)
-    retry = house.claim(house.retry(first.job_id).id)
+    driver.store.finish(second, CRASHED)
+    retry = driver.claim(driver.retry(first.job_id).id)
     assert retry.resume_dir == saved
     saved_by_retry = save(retry.job_id, 1)
-    house.store.finish(retry, CRASHED)
-    assert house.claim(house.retry(retry.job_id).id).resume_dir == saved_by_retry
+    driver.store.finish(retry, CRASHED)
+    assert driver.claim(driver.retry(retry.job_id).id).resume_dir == saved_by_retry
 
 
-def test_the_same_key_retries_once_with_its_chain(house: House) -> None:
-    parent = house.running()
-    _child(house, parent.job_id)
-    house.store.finish(parent, CRASHED)
-    first, created = house.store.retry(parent.job_id, idempotency_key="again")
+def test_the_same_key_retries_once_with_its_chain(driver: StoreDriver) -> None:
+    parent = driver.running()
+    _child(driver, parent.job_id)
+    driver.store.finish(parent, CRASHED)
+    first, created = retry_job(driver.store, parent.job_id, idempotency_key="again")
     assert created
-    known, created = house.store.retry(parent.job_id, idempotency_key="again")
+    known, created = retry_job(driver.store, parent.job_id, idempotency_key="again")
     assert (known.id, created) == (first.id, False)
-    assert len(house.store.job(first.id).child_job_ids) == 1
+    assert len(driver.store.job(first.id).child_job_ids) == 1
     with pytest.raises(InvalidInput, match="used for another request"):
-        house.store.retry(
-            parent.job_id, idempotency_key="again", recipe_changes={"optimizer": "adafactor"}
+        retry_job(
+            driver.store,
+            parent.job_id,
+            idempotency_key="again",
+            recipe_changes={"optimizer": "adafactor"},
         )

@@ -13,7 +13,7 @@ from services.shared.jobs.db.column_types import CleanJson, CleanText
 from services.shared.jobs.db.connection import transaction
 
 if TYPE_CHECKING:
-    from tests.jobs.conftest import House
+    from tests.jobs.conftest import StoreDriver
 
 TEXT = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
 JSON = st.recursive(
@@ -28,8 +28,8 @@ ON_ONE_DATABASE = settings(
 
 @ON_ONE_DATABASE
 @given(value=JSON, text=TEXT)
-def test_any_value_comes_back_clean(house: House, value: Any, text: str) -> None:
-    with transaction(house.store.engine) as session:
+def test_any_value_comes_back_clean(driver: StoreDriver, value: Any, text: str) -> None:
+    with transaction(driver.store.engine) as session:
         kept, kept_text = session.execute(
             select(bindparam("value", value, CleanJson), bindparam("text", text, CleanText))
         ).one()

@@ -20,7 +20,7 @@ from services.shared.jobs.state import JobState
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.jobs.conftest import House
+    from tests.jobs.conftest import StoreDriver
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     ],
 )
 def test_a_row_that_cannot_be_true_is_refused(
-    house: House, state: str, columns: dict[str, Any], constraint: str
+    driver: StoreDriver, state: str, columns: dict[str, Any], constraint: str
 ) -> None:
-    job_id = house.in_state(JobState(state))
+    job_id = driver.in_state(JobState(state))
     values = {name: job_id if value == "itself" else value for name, value in columns.items()}
     with (
         pytest.raises(IntegrityError, match=constraint),
-        transaction(house.store.engine) as session,
+        transaction(driver.store.engine) as session,
     ):
         session.execute(update(JobRow).where(JobRow.id == job_id).values(**values))
 
@@ -66,14 +66,14 @@ def test_a_row_that_cannot_be_true_is_refused(
         text("TRUNCATE promotions, servings"),
     ],
 )
-def test_promotions_are_never_rewritten(house: House, statement: Any) -> None:
-    house.store.promote(house.succeed(house.running()))
+def test_promotions_are_never_rewritten(driver: StoreDriver, statement: Any) -> None:
+    driver.store.promote(driver.succeed(driver.running()))
     with (
         pytest.raises(DBAPIError, match="promotions is append-only"),
-        transaction(house.store.engine) as session,
+        transaction(driver.store.engine) as session,
     ):
         session.execute(statement)
-    assert len(house.store.promotions().items) == 1
+    assert len(driver.store.promotions().items) == 1
 
 
 def test_a_closed_port_is_unavailable(tmp_path: Path) -> None:

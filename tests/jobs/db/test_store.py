@@ -13,15 +13,13 @@ from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.state import TRANSITIONS, JobState, Reason
 
 if TYPE_CHECKING:
-    from tests.jobs.conftest import AtOnce, House
+    from tests.jobs.conftest import AtOnce, StoreDriver
 
 CRASHED = Outcome(end=End.FAILED, reason=Reason.CRASHED, message="Rank 0 crashed.", exit_code=1)
 
 
-def test_a_new_job_is_queued_with_its_event(house: House) -> None:
-    job, created = house.store.create_job(
-        house.teacher_spec(name="first"), plan={"verdict": "fits"}
-    )
+def test_a_new_job_is_queued_with_its_event(driver: StoreDriver) -> None:
+    job, created = driver.create_job(driver.teacher_spec(name="first"), plan={"verdict": "fits"})
     assert created
     assert (job.state, job.name, job.plan, job.attempt) == (
         JobState.QUEUED,
@@ -29,27 +27,27 @@ def test_a_new_job_is_queued_with_its_event(house: House) -> None:
         {"verdict": "fits"},
         0,
     )
-    assert [event.data["state"] for event in house.store.events(job.id)] == ["queued"]
+    assert [event.data["state"] for event in driver.store.events(job.id)] == ["queued"]
 
 
-def test_the_same_key_and_body_give_the_same_job(house: House) -> None:
-    first, created = house.store.create_job(house.teacher_spec(), idempotency_key="k")
-    again, created_again = house.store.create_job(house.teacher_spec(), idempotency_key="k")
+def test_the_same_key_and_body_give_the_same_job(driver: StoreDriver) -> None:
+    first, created = driver.create_job(driver.teacher_spec(), idempotency_key="k")
+    again, created_again = driver.create_job(driver.teacher_spec(), idempotency_key="k")
     assert (created, created_again) == (True, False)
     assert again.id == first.id
-    assert len(house.store.list_jobs().items) == 1
+    assert len(driver.store.list_jobs().items) == 1
 
 
-def test_the_same_key_with_another_body_is_refused(house: House) -> None:
-    house.store.create_job(house.teacher_spec(), idempotency_key="k")
+def test_the_same_key_with_another_body_is_refused(driver: StoreDriver) -> None:
+    driver.create_job(driver.teacher_spec(), idempotency_key="k")
     with pytest.raises(InvalidInput) as refused:
-        house.store.create_job(house.teacher_spec(name="other"), idempotency_key="k")
+        driver.create_job(driver.teacher_spec(name="other"), idempotency_key="k")
     assert refused.value.field == "Idempotency-Key"
 
 
-def test_one_key_sent_by_many_at_once_makes_one_job(house: House, at_once: AtOnce) -> None:
-    spec = house.teacher_spec()
-    made = at_once(8, lambda _: house.store.create_job(spec, idempotency_key="k"))
+def test_one_key_sent_by_many_at_once_makes_one_job(driver: StoreDriver, at_once: AtOnce) -> None:
+    spec = driver.teacher_spec()
+    made = at_once(8, lambda _: driver.create_job(spec, idempotency_key="k"))
     assert len({job.id for job, _ in made}) == 1
     assert [created for _, created in made].count(True) == 1
 
@@ -63,36 +61,36 @@ def test_one_key_sent_by_many_at_once_makes_one_job(house: House, at_once: AtOnc
     ],
 )
 def test_a_reference_to_nothing_is_refused_by_name(
-    house: House, fields: dict[str, object], field: str
+    driver: StoreDriver, fields: dict[str, object], field: str
 ) -> None:
     with pytest.raises(InvalidInput) as refused:
-        house.store.create_job(house.teacher_spec(**fields))
+        driver.create_job(driver.teacher_spec(**fields))
     assert refused.value.field == field
-    assert house.store.list_jobs().items == []
+    assert driver.store.list_jobs().items == []
 
 
-def test_unlabelled_text_is_no_training_set(house: House) -> None:
-    unlabelled = house.add_dataset(heads=())
+def test_unlabelled_text_is_no_training_set(driver: StoreDriver) -> None:
+    unlabelled = driver.add_dataset(heads=())
     with pytest.raises(InvalidInput, match="no labels"):
-        house.store.create_job(house.teacher_spec(dataset_id=unlabelled))
+        driver.create_job(driver.teacher_spec(dataset_id=unlabelled))
 
 
 @pytest.mark.parametrize("odd", ["job_none", "", "\x00", "\ud800", "a" * 10_000])
-def test_an_unknown_id_is_not_found_whatever_it_holds(house: House, odd: str) -> None:
-    for look in (house.store.job, house.store.events, house.store.attempts):
+def test_an_unknown_id_is_not_found_whatever_it_holds(driver: StoreDriver, odd: str) -> None:
+    for look in (driver.store.job, driver.store.events, driver.store.attempts):
         with pytest.raises(NotFound):
             look(odd)
     with pytest.raises(NotFound):
-        house.store.request_cancel(odd)
-    assert house.store.claim(odd, worker="w", lease_seconds=60) is None
+        driver.store.request_cancel(odd)
+    assert driver.store.claim(odd, worker="w", lease_seconds=60) is None
 
 
-def test_text_that_postgres_cannot_hold_is_stored_with_replacements(house: House) -> None:
-    claim = house.running(name="a\x00b")
+def test_text_that_postgres_cannot_hold_is_stored_with_replacements(driver: StoreDriver) -> None:
+    claim = driver.running(name="a\x00b")
     progress = {"loss": float("nan"), "message": "half a pair \ud83d", "step": 3}
-    house.store.heartbeat(claim, progress=progress, lease_seconds=60)
-    house.store.finish(claim, CRASHED.model_copy(update={"message": "nul \x00 in a log"}))
-    job = house.store.job(claim.job_id)
+    driver.store.heartbeat(claim, progress=progress, lease_seconds=60)
+    driver.store.finish(claim, CRASHED.model_copy(update={"message": "nul \x00 in a log"}))
+    job = driver.store.job(claim.job_id)
     assert job.name == "a\ufffdb"
     assert job.progress == {"loss": None, "message": "half a pair \ufffd", "step": 3}
     assert job.message == "nul \ufffd in a log"
@@ -101,11 +99,11 @@ def test_text_that_postgres_cannot_hold_is_stored_with_replacements(house: House
 # Listing
 
 
-def test_pages_show_every_job_once_newest_first(house: House) -> None:
-    made = [house.queued().id for _ in range(7)]
+def test_pages_show_every_job_once_newest_first(driver: StoreDriver) -> None:
+    made = [driver.queued().id for _ in range(7)]
     seen, cursor = [], None
     while True:
-        page = house.store.list_jobs(cursor=cursor, limit=3)
+        page = driver.store.list_jobs(cursor=cursor, limit=3)
         seen += [job.id for job in page.items]
         cursor = page.next_cursor
         if cursor is None:
@@ -113,13 +111,13 @@ def test_pages_show_every_job_once_newest_first(house: House) -> None:
     assert seen == made[::-1]
 
 
-def test_a_list_is_filtered_by_state_and_kind(house: House) -> None:
-    running = house.running()
-    queued = house.queued()
-    child, _ = house.store.create_job(house.distill_spec({"job_id": queued.id}))
+def test_a_list_is_filtered_by_state_and_kind(driver: StoreDriver) -> None:
+    running = driver.running()
+    queued = driver.queued()
+    child, _ = driver.create_job(driver.distill_spec({"job_id": queued.id}))
 
     def ids(**filters: object) -> list[str]:
-        return [job.id for job in house.store.list_jobs(**filters).items]
+        return [job.id for job in driver.store.list_jobs(**filters).items]
 
     assert ids(state=JobState.RUNNING) == [running.job_id]
     assert ids(kind="distill") == [child.id]
@@ -128,53 +126,57 @@ def test_a_list_is_filtered_by_state_and_kind(house: House) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, -1, 501, 2**70])
-def test_a_limit_out_of_bounds_is_refused(house: House, limit: int) -> None:
+def test_a_limit_out_of_bounds_is_refused(driver: StoreDriver, limit: int) -> None:
     with pytest.raises(InvalidInput):
-        house.store.list_jobs(limit=limit)
+        driver.store.list_jobs(limit=limit)
 
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "9" * 30, "²", "\x00", ""])
-def test_a_cursor_of_another_list_is_refused(house: House, cursor: str) -> None:
+def test_a_cursor_of_another_list_is_refused(driver: StoreDriver, cursor: str) -> None:
     with pytest.raises(InvalidInput):
-        house.store.promotions(cursor=cursor)
+        driver.store.promotions(cursor=cursor)
 
 
 @pytest.mark.parametrize(("after_seq", "told"), [(-(2**70), 1), (0, 1), (2**70, 0)])
-def test_events_are_replayed_after_any_number(house: House, after_seq: int, told: int) -> None:
-    assert len(house.store.events(house.queued().id, after_seq=after_seq)) == told
+def test_events_are_replayed_after_any_number(
+    driver: StoreDriver, after_seq: int, told: int
+) -> None:
+    assert len(driver.store.events(driver.queued().id, after_seq=after_seq)) == told
 
 
 # Moving
 
 
 @pytest.mark.parametrize("target", list(JobState))
-def test_a_job_moves_only_where_the_table_has_an_arrow(house: House, target: JobState) -> None:
+def test_a_job_moves_only_where_the_table_has_an_arrow(
+    driver: StoreDriver, target: JobState
+) -> None:
     reason = Reason.CRASHED if target in (JobState.FAILED, JobState.CANCELLED) else None
     columns: dict[str, Any] = {}
     if target is JobState.RUNNING:
         columns = {"token": "t", "worker": "w", "lease_until": "2100-01-01", "attempt": 9}
         columns |= {"started_at": "now"}
     for source in JobState:
-        job_id = house.in_state(source)
-        before = house.store.events(job_id)
-        with transaction(house.store.engine) as session:
+        job_id = driver.in_state(source)
+        before = driver.store.events(job_id)
+        with transaction(driver.store.engine) as session:
             moved = transition(session, job_id, target, reason=reason, **columns)
         assert moved == (target in TRANSITIONS[source]), source
-        assert house.store.job(job_id).state == (target if moved else source)
-        assert len(house.store.events(job_id)) == len(before) + moved
+        assert driver.store.job(job_id).state == (target if moved else source)
+        assert len(driver.store.events(job_id)) == len(before) + moved
 
 
 @pytest.mark.parametrize("state", list(JobState))
 def test_cancelling_ends_what_has_not_started_and_asks_what_has(
-    house: House, state: JobState
+    driver: StoreDriver, state: JobState
 ) -> None:
-    job_id = house.in_state(state)
+    job_id = driver.in_state(state)
     if state in (JobState.SUCCEEDED, JobState.FAILED):
         with pytest.raises(InvalidTransition):
-            house.store.request_cancel(job_id)
+            driver.store.request_cancel(job_id)
         return
-    first = house.store.request_cancel(job_id)
-    second = house.store.request_cancel(job_id)
+    first = driver.store.request_cancel(job_id)
+    second = driver.store.request_cancel(job_id)
     expected = {
         JobState.WAITING: JobState.CANCELLED,
         JobState.QUEUED: JobState.CANCELLED,
@@ -183,10 +185,10 @@ def test_cancelling_ends_what_has_not_started_and_asks_what_has(
         JobState.CANCELLED: JobState.CANCELLED,
     }[state]
     assert first.state == second.state == expected
-    assert house.store.events(job_id)[-1].data["state"] == expected
+    assert driver.store.events(job_id)[-1].data["state"] == expected
 
 
-def test_a_cancelled_job_cannot_be_claimed(house: House) -> None:
-    job = house.queued()
-    house.store.request_cancel(job.id)
-    assert house.store.claim(job.id, worker="w", lease_seconds=60) is None
+def test_a_cancelled_job_cannot_be_claimed(driver: StoreDriver) -> None:
+    job = driver.queued()
+    driver.store.request_cancel(job.id)
+    assert driver.store.claim(job.id, worker="w", lease_seconds=60) is None

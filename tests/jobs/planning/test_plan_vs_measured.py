@@ -1,4 +1,4 @@
-"""StoredPlan and measured memory side by side, and how far plans were off."""
+"""Planned and measured memory side by side, and how far plans were off."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.run_directory import Failure, RunDirectory
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import Recipe, TeacherSpec
@@ -12,6 +12,7 @@ from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
 from services.shared.launch.aftermath.memory_failure import examine_memory
 from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause
+from tests.factories import SENTIMENT
 
 QWEN3_32B = {
     "model_type": "qwen3",
@@ -36,19 +37,6 @@ ONE_TEXT = {"max_length": 2048, "micro_batch_tokens": 2048}  # in a rank's micro
 
 
 def _claim(tmp_path: Path, recipe: Recipe, **spec: Any) -> Claim:
-    dataset = tmp_path / "ds"
-    dataset.mkdir()
-    head = Head(name="sentiment", labels=["negative", "positive"])
-    card = DatasetCard(
-        id="ds_1",
-        name="reviews",
-        heads=[head],
-        rows=dict.fromkeys(Split, 1),
-        label_counts={"sentiment": {"negative": 1, "positive": 1}},
-        missing_labels={"sentiment": 0},
-        sha256="0" * 64,
-    )
-    (dataset / "dataset.json").write_text(card.model_dump_json())
     whole = {
         "kind": "teacher",
         "dataset_id": "ds_1",
@@ -57,18 +45,16 @@ def _claim(tmp_path: Path, recipe: Recipe, **spec: Any) -> Claim:
         "training": ONE_TEXT | {"batch_size": 8},
         "resources": {"ranks": 8, "device": "k100_ai", "host_memory": "1024GiB"},
     }
+    teacher_spec = TeacherSpec.model_validate(whole | spec)
     return Claim(
         job_id="job_1",
         attempt=1,
         token="t",
-        spec=TeacherSpec.model_validate(whole | spec),
+        spec=teacher_spec,
         recipe=recipe.model_dump(mode="json"),
         plan=None,
         model_id="mdl_1",
-        dataset_dir=dataset,
-        unlabelled_dirs=[],
-        model_dir=None,
-        teacher_dir=None,
+        resolved=ResolvedSpec(teacher_spec, heads=(SENTIMENT,), dataset_dir=tmp_path / "ds"),
         resume_dir=None,
         problem=None,
     )

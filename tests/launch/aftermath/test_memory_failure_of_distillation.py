@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.shared.datasets.card import DatasetCard, Head, Split
+from services.shared.jobs.resolved_spec import ResolvedSpec, ResolvedTeacher
 from services.shared.jobs.run_directory import Failure, RunDirectory
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, Recipe
@@ -18,6 +18,7 @@ from services.shared.launch.aftermath.memory_failure import examine_memory
 from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause
 from services.shared.memory.architecture.hf_config import config_of
 from services.shared.memory.architecture.shape import from_preset
+from tests.factories import SENTIMENT
 
 MESSAGE = (
     "HIP out of memory. Tried to allocate 96.00 MiB. GPU 0 has a total capacity of 63.98 GiB of "
@@ -31,17 +32,6 @@ def claim_of(
     tmp_path: Path, *, teacher: str, placement: str | None, recipe: Recipe, **spec: Any
 ) -> Claim:
     """Return a claim on a distillation of two presets whose teacher was planned to lie so."""
-    card = DatasetCard(
-        id="ds_1",
-        name="reviews",
-        heads=[Head(name="sentiment", labels=["negative", "positive"])],
-        rows=dict.fromkeys(Split, 1),
-        label_counts={"sentiment": {"negative": 1, "positive": 1}},
-        missing_labels={"sentiment": 0},
-        sha256="0" * 64,
-    )
-    (tmp_path / "ds").mkdir()
-    (tmp_path / "ds" / "dataset.json").write_text(card.model_dump_json())
     places = {"teacher": teacher, "student": "qwen3-0.6b"}
     for place, preset in places.items():
         (tmp_path / place).mkdir()
@@ -59,18 +49,22 @@ def claim_of(
         "recipe": recipe.model_dump(mode="json"),
         "resources": {"ranks": 8, "device": "k100_ai", "host_memory": "1024GiB"},
     }
+    distill_spec = DistillSpec.model_validate(asked | spec)
     return Claim(
         job_id="job_1",
         attempt=1,
         token="t",
-        spec=DistillSpec.model_validate(asked | spec),
+        spec=distill_spec,
         recipe=recipe.model_dump(mode="json"),
         plan=None if placement is None else {"teacher_placement": placement},
         model_id="mdl_1",
-        dataset_dir=tmp_path / "ds",
-        unlabelled_dirs=[],
-        model_dir=tmp_path / "student",
-        teacher_dir=tmp_path / "teacher",
+        resolved=ResolvedSpec(
+            distill_spec,
+            heads=(SENTIMENT,),
+            dataset_dir=tmp_path / "ds",
+            model_dir=tmp_path / "student",
+            teacher=ResolvedTeacher(tmp_path / "teacher"),
+        ),
         resume_dir=None,
         problem=None,
     )

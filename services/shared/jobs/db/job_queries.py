@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from services.shared.jobs.db.pagination import LARGEST_SEQ, checked_limit
-from services.shared.jobs.db.references import References, check_references
+from services.shared.jobs.db.references import Dependency, lock_dependency
 from services.shared.jobs.db.tables import AttemptRow, EventRow, JobRow, ModelRow
 from services.shared.jobs.db.transitions import append_state_event, transition
 from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound, prefix_field
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.planning.plan_vs_measured import compare_phases
+from services.shared.jobs.resolved_spec import PlannedSpec
 from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import (
@@ -32,13 +33,6 @@ from services.shared.jobs.views import (
 
 _MAX_KEY_LENGTH = 255
 _SUMMARY = [getattr(JobRow, name) for name in JobSummary.model_fields]
-
-
-class StoredPlan(NamedTuple):
-    """What is stored with a job besides its spec."""
-
-    plan: dict[str, Any] | None = None
-    recipe: Recipe | None = None  # the one chosen where the spec says `auto`
 
 
 def create(
@@ -61,7 +55,7 @@ def create(
         if known is not None:
             return known, False
     with prefix_field(None if request is None else spec.kind):
-        references = check_references(session, spec)
+        dependency = lock_dependency(session, spec)
     job_id = session.execute(
         insert(JobRow)
         .values(
@@ -71,7 +65,7 @@ def create(
             idempotency_key=idempotency_key,
             spec_sha256=sha256,
             retry_of=retry_of,
-            **_columns(spec, references),
+            **_columns(spec, dependency),
         )
         .on_conflict_do_nothing(index_elements=[JobRow.idempotency_key])
         .returning(JobRow.id)
@@ -81,7 +75,7 @@ def create(
         known = _by_key(session, idempotency_key, sha256)
         assert known is not None
         return known, False
-    append_state_event(session, job_id, references.state, attempt=0)
+    append_state_event(session, job_id, dependency.state, attempt=0)
     return job_id, True
 
 
@@ -89,8 +83,8 @@ def create_chain(
     session: Session,
     chain: ChainSpec,
     *,
-    teacher: StoredPlan,
-    distill: StoredPlan,
+    teacher: PlannedSpec,
+    distill: PlannedSpec,
     idempotency_key: str | None = None,
 ) -> tuple[str, bool]:
     """Insert both jobs of a chain unless its key is known; return the teacher's id, and if it is new."""
@@ -286,15 +280,15 @@ def _own_recipe(spec: TeacherSpec | DistillSpec) -> Recipe:
     return Recipe() if spec.recipe == "auto" else spec.recipe
 
 
-def _columns(spec: TeacherSpec | DistillSpec, references: References) -> dict[str, Any]:
+def _columns(spec: TeacherSpec | DistillSpec, dependency: Dependency) -> dict[str, Any]:
     return {
         "kind": spec.kind,
         "name": spec.name,
         "spec": spec.model_dump(mode="json"),
         "dataset_id": spec.dataset_id,
         "max_attempts": spec.max_attempts,
-        "state": references.state,
-        "parent_job_id": references.parent_job_id,
-        "teacher_model_id": references.teacher_model_id,
-        "sent_at": func.now() if references.state is JobState.QUEUED else None,
+        "state": dependency.state,
+        "parent_job_id": dependency.parent_job_id,
+        "teacher_model_id": dependency.teacher_model_id,
+        "sent_at": func.now() if dependency.state is JobState.QUEUED else None,
     }

@@ -1,73 +1,105 @@
-"""What a spec refers to: datasets, models, a teacher job; checked in the transaction that stores it."""
+"""What a spec refers to in the database: datasets, models, a teacher job."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from services.shared.datasets.card import DatasetCard, Head, heads_difference
+from services.shared.datasets.card import DatasetCard, Head
 from services.shared.jobs.db.tables import DatasetRow, JobRow, ModelRow
 from services.shared.jobs.errors import InvalidInput
-from services.shared.jobs.spec import DistillSpec, TeacherSpec
+from services.shared.jobs.resolved_spec import (
+    References,
+    ResolvedSpec,
+    TeacherReference,
+    check_same_heads,
+)
+from services.shared.jobs.spec import DistillSpec, TeacherSpec, job_spec
 from services.shared.jobs.state import JobState
 
 
+def load_references(
+    session: Session, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
+) -> References:
+    """Return what the database knows of a spec's references.
+
+    `chained` is the teacher of a chain, whose job is not stored yet. Raises InvalidInput naming the
+    field of a reference that does not exist, and `heads` where those of the teacher differ.
+    """
+    heads = _chosen_heads(spec, _card(session, spec.dataset_id, field="dataset_id"))
+    if isinstance(spec, TeacherSpec):
+        _check_model(session, spec.model.model_id, field="model.model_id")
+        return References(heads)
+    for number, dataset_id in enumerate(spec.distillation.unlabelled_dataset_ids):
+        field = f"distillation.unlabelled_dataset_ids.{number}"
+        _card(session, dataset_id, field=field)
+    teacher = TeacherReference(heads=chained.heads) if chained else _teacher(session, spec)
+    _check_model(session, spec.student.model_id, field="student.model_id")
+    if teacher.heads is not None:
+        check_same_heads(heads, teacher.heads)
+    return References(heads, teacher)
+
+
 @dataclass(frozen=True)
-class References:
-    """What a new job depends on."""
+class Dependency:
+    """What a job that is being stored depends on."""
 
     state: JobState  # waiting for its parent, or queued
     parent_job_id: str | None = None
     teacher_model_id: str | None = None
 
 
-def check_references(session: Session, spec: TeacherSpec | DistillSpec) -> References:
-    """Return what the spec depends on.
+def lock_dependency(session: Session, spec: TeacherSpec | DistillSpec) -> Dependency:
+    """Return what a new job waits for.
 
     A teacher job that still runs is locked until the transaction ends, so that it cannot finish
-    between our look at it and the insertion of its child. Raises InvalidInput naming the field.
+    between this query and the insertion of its child. Raises InvalidInput for one that has failed.
     """
-    heads = _chosen_heads(spec, _card(session, spec.dataset_id, field="dataset_id"))
-    if isinstance(spec, TeacherSpec):
-        _model(session, spec.model.model_id, field="model.model_id")
-        return References(JobState.QUEUED)
-    for number, dataset_id in enumerate(spec.distillation.unlabelled_dataset_ids):
-        field = f"distillation.unlabelled_dataset_ids.{number}"
-        _card(session, dataset_id, field=field)
-    _model(session, spec.student.model_id, field="student.model_id")
-    if spec.teacher.job_id is not None:
-        return _teacher_job(session, spec.teacher.job_id, heads)
-    teacher = _model(session, spec.teacher.model_id, field="teacher.model_id")
-    if teacher is None:
-        return References(JobState.QUEUED)
-    check_same_heads(heads, _heads_of(teacher))
-    return References(JobState.QUEUED, teacher_model_id=teacher.id)
-
-
-def _teacher_job(session: Session, job_id: str, heads: list[Head]) -> References:
-    field = "teacher.job_id"
+    if isinstance(spec, TeacherSpec) or spec.teacher.job_id is None:
+        model_id = None if isinstance(spec, TeacherSpec) else spec.teacher.model_id
+        return Dependency(JobState.QUEUED, teacher_model_id=model_id)
+    job_id = spec.teacher.job_id
     parent = session.scalar(select(JobRow).where(JobRow.id == job_id).with_for_update(read=True))
     if parent is None:
-        raise InvalidInput(f"{field}: there is no job {job_id!r}", field=field)
+        raise _no_such_job(job_id)
     if parent.state in (JobState.FAILED, JobState.CANCELLED):
         raise InvalidInput(
-            f"{field}: job {job_id} is {parent.state} and made no model; retry it: "
-            "what failed with it is repeated too, and anything else can name the new job",
-            field=field,
+            f"teacher.job_id: job {job_id} is {parent.state} and made no model; retry it: "
+            "distillations that failed with it are retried too, and any other can name the new job",
+            field="teacher.job_id",
         )
-    if parent.state == JobState.SUCCEEDED:
-        model = session.scalars(select(ModelRow).where(ModelRow.job_id == job_id)).one()
-        check_same_heads(heads, _heads_of(model))
-        return References(JobState.QUEUED, parent_job_id=job_id, teacher_model_id=model.id)
-    card = _card(session, parent.dataset_id, field=field)
-    chosen = parent.spec.get("heads")
-    check_same_heads(heads, [h for h in card.heads if chosen is None or h.name in chosen])
-    return References(JobState.WAITING, parent_job_id=job_id)
+    if parent.state != JobState.SUCCEEDED:
+        return Dependency(JobState.WAITING, parent_job_id=job_id)
+    model_id = session.scalars(select(ModelRow.id).where(ModelRow.job_id == job_id)).one()
+    return Dependency(JobState.QUEUED, parent_job_id=job_id, teacher_model_id=model_id)
 
 
-def _chosen_heads(spec: TeacherSpec | DistillSpec, card: DatasetCard) -> list[Head]:
+def _teacher(session: Session, spec: DistillSpec) -> TeacherReference:
+    if spec.teacher.model_id is not None:
+        return _registered(_check_model(session, spec.teacher.model_id, field="teacher.model_id"))
+    job_id = spec.teacher.job_id
+    if job_id is None:
+        return TeacherReference()
+    job = session.get(JobRow, job_id)
+    if job is None:
+        raise _no_such_job(job_id)
+    model = session.scalar(select(ModelRow).where(ModelRow.job_id == job_id))
+    if model is not None:
+        return _registered(model)
+    card = _card(session, job.dataset_id, field="teacher.job_id")
+    parent = job_spec.validate_python(job.spec)
+    return TeacherReference(job_spec=parent, heads=_chosen(parent.heads, card))
+
+
+def _registered(model: ModelRow | None) -> TeacherReference:
+    assert model is not None
+    return TeacherReference(model_id=model.id, heads=tuple(map(_head, model.heads)))
+
+
+def _chosen_heads(spec: TeacherSpec | DistillSpec, card: DatasetCard) -> tuple[Head, ...]:
     known = {head.name: head for head in card.heads}
     if not known:
         raise InvalidInput(
@@ -81,21 +113,16 @@ def _chosen_heads(spec: TeacherSpec | DistillSpec, card: DatasetCard) -> list[He
             f"heads: dataset {card.id} has no head {unknown[0]!r}; it has {', '.join(known)}",
             field="heads",
         )
-    return [known[name] for name in spec.heads or known]
+    return _chosen(spec.heads, card)
 
 
-def check_same_heads(student: list[Head], teacher: list[Head]) -> None:
-    """Raise InvalidInput with both lists unless the teacher answers every question of the student."""
-    difference = heads_difference(student, teacher)
-    if difference is not None:
-        raise InvalidInput(f"heads: {difference}", field="heads")
+def _chosen(names: list[str] | None, card: DatasetCard) -> tuple[Head, ...]:
+    """Return the named heads in the order of the dataset; all of them for None."""
+    return tuple(head for head in card.heads if names is None or head.name in names)
 
 
-def _heads_of(model: ModelRow) -> list[Head]:
-    return [
-        Head.model_validate({key: head[key] for key in ("name", "type", "labels")})
-        for head in model.heads
-    ]
+def _head(stored: dict[str, Any]) -> Head:
+    return Head.model_validate({key: stored[key] for key in ("name", "type", "labels")})
 
 
 def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:
@@ -105,10 +132,14 @@ def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:
     return DatasetCard.model_validate(card)
 
 
-def _model(session: Session, model_id: str | None, *, field: str) -> ModelRow | None:
+def _check_model(session: Session, model_id: str | None, *, field: str) -> ModelRow | None:
     if model_id is None:
         return None
     model = session.get(ModelRow, model_id)
     if model is None:
         raise InvalidInput(f"{field}: there is no model {model_id!r}", field=field)
     return model
+
+
+def _no_such_job(job_id: str) -> InvalidInput:
+    return InvalidInput(f"teacher.job_id: there is no job {job_id!r}", field="teacher.job_id")

@@ -11,17 +11,19 @@ from sqlalchemy.dialects.postgresql import insert
 from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.db import attempt_queries, job_queries, model_queries, retries
-from services.shared.jobs.db.claims import make_claim
+from services.shared.jobs.db.claims import claimed_references, make_claim
 from services.shared.jobs.db.connection import create_engine, transaction
-from services.shared.jobs.db.job_queries import StoredPlan
 from services.shared.jobs.db.pagination import checked_limit
+from services.shared.jobs.db.references import load_references
 from services.shared.jobs.db.tables import DatasetRow
 from services.shared.jobs.errors import Conflict, NotFound
 from services.shared.jobs.gates import Int8Gate
 from services.shared.jobs.ids import new_token
 from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.planning.spec_changes import ChangedSpec
+from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, resolve_directories
 from services.shared.jobs.settings import JobSettings
-from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
+from services.shared.jobs.spec import ChainSpec, DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Phase
 from services.shared.jobs.views import (
     AttemptView,
@@ -93,23 +95,33 @@ class Store:
 
     # Jobs
 
+    def resolve(
+        self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
+    ) -> ResolvedSpec:
+        """Look up everything that a spec refers to; `chained` is the teacher of a chain.
+
+        Raises InvalidInput for references that do not exist, do not match, or lead out of the model
+        roots.
+        """
+        with transaction(self.engine) as session:
+            references = load_references(session, spec, chained=chained)
+        return resolve_directories(spec, references, settings=self.settings, chained=chained)
+
     def create_job(
-        self,
-        spec: TeacherSpec | DistillSpec,
-        *,
-        plan: dict[str, Any] | None = None,
-        recipe: Recipe | None = None,
-        idempotency_key: str | None = None,
+        self, planned: PlannedSpec, *, idempotency_key: str | None = None
     ) -> tuple[JobView, bool]:
         """Store a job; return it and whether it is new: send it after that if it is `queued`.
 
-        `recipe` is the one chosen where the spec says `auto`. The same key with the same spec gives
-        the same job again. Raises InvalidInput for references that do not exist or do not match, for a
-        teacher job that has failed, and for a key used with another spec.
+        The same key with the same spec gives the same job again. Raises InvalidInput for a teacher
+        job that has failed, and for a key used with another spec.
         """
         with transaction(self.engine) as session:
             job_id, created = job_queries.create(
-                session, spec, plan=plan, recipe=recipe, idempotency_key=idempotency_key
+                session,
+                planned.resolved.spec,
+                plan=planned.plan,
+                recipe=planned.recipe,
+                idempotency_key=idempotency_key,
             )
             return job_queries.view(session, job_id), created
 
@@ -117,8 +129,8 @@ class Store:
         self,
         chain: ChainSpec,
         *,
-        teacher: StoredPlan = StoredPlan(),
-        distill: StoredPlan = StoredPlan(),
+        teacher: PlannedSpec,
+        distill: PlannedSpec,
         idempotency_key: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store both jobs of a chain or neither; return the teacher job and whether they are new.
@@ -178,26 +190,20 @@ class Store:
     def retry(
         self,
         job_id: str,
+        changed: ChangedSpec,
         *,
-        recipe_changes: dict[str, Any] | None = None,
-        training_changes: dict[str, Any] | None = None,
         plan: dict[str, Any] | None = None,
         idempotency_key: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store a new job that repeats a failed or cancelled one and goes on from its checkpoints.
 
         Distillations that failed with a teacher are stored anew with it, and wait for it. Returns the
-        job and whether it is new, as `create_job` does.
-        Raises NotFound, InvalidTransition, InvalidInput; send the new job after that if it is `queued`.
+        job and whether it is new, as `create_job` does. Raises NotFound, InvalidTransition,
+        InvalidInput.
         """
         with transaction(self.engine) as session:
             new, created = retries.retry(
-                session,
-                job_id,
-                recipe_changes=recipe_changes or {},
-                training_changes=training_changes or {},
-                plan=plan,
-                idempotency_key=idempotency_key,
+                session, job_id, changed, plan=plan, idempotency_key=idempotency_key
             )
             return job_queries.view(session, new), created
 
@@ -211,14 +217,17 @@ class Store:
         Asked again with the same `token`, after Unavailable, it returns the claim that was made.
         """
         with transaction(self.engine) as session:
-            taken = attempt_queries.claim(
+            claimed = attempt_queries.claim(
                 session,
                 job_id,
                 worker=worker,
                 token=token or new_token(),
                 lease_seconds=lease_seconds,
             )
-        return None if taken is None else make_claim(taken, settings=self.settings)
+            if claimed is None:
+                return None
+            references = claimed_references(session, claimed)
+        return make_claim(claimed, references, settings=self.settings)
 
     def heartbeat(
         self,

@@ -12,7 +12,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.shared.datasets.card import Head, HeadType
 from services.shared.jobs.artifact_layout import HEADS_FILE
-from services.shared.jobs.spec import ModelSource, TrainedTokenizer
+from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.resolved_spec import ResolvedSpec
+from services.shared.jobs.spec import ModelSource, TeacherSpec, TrainedTokenizer
 from services.shared.memory.architecture import shape
 from services.shared.memory.architecture.dimensions import BERT_LIKE, Family
 
@@ -78,14 +80,36 @@ def shape_of(
     return shape.from_config(config, heads=classes, name=str(config["model_type"]))
 
 
-def student_shape(
-    source: ModelSource, *, directory: Path | None, classes: Sequence[int], teacher: shape.Shape
-) -> shape.Shape:
-    """Return the shape of a student, which may be cut from its teacher. Raises memory's InvalidInput."""
-    if source.layers_of_teacher is None:
-        return shape_of(source, directory=directory, classes=classes, teacher=teacher)
-    kept = -(-teacher.num_layers // source.layers_of_teacher)
-    return teacher.with_layers(kept).with_heads(classes)
+def model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
+    """Return the shape of the model that a job trains; a student may be cut from its teacher.
+
+    Raises memory's InvalidInput.
+    """
+    source, teacher_shape = resolved.source, None if teacher is None else teacher.shape
+    if teacher_shape is not None and source.layers_of_teacher is not None:
+        kept = -(-teacher_shape.num_layers // source.layers_of_teacher)
+        return teacher_shape.with_layers(kept).with_heads(resolved.num_classes)
+    return shape_of(
+        source, directory=resolved.model_dir, classes=resolved.num_classes, teacher=teacher_shape
+    )
+
+
+def teacher_of(resolved: ResolvedSpec) -> Teacher:
+    """Return the teacher of a distillation, which may be a job that has not ended yet.
+
+    Raises InvalidInput for a job that trains a student, and memory's InvalidInput.
+    """
+    teacher = resolved.teacher
+    assert teacher is not None
+    if teacher.directory is not None:
+        return read_teacher(teacher.directory, classes=resolved.num_classes)
+    if not isinstance(teacher.job_spec, TeacherSpec):
+        raise InvalidInput(
+            "teacher.job_id: that job distils a student that does not exist yet",
+            field="teacher.job_id",
+        )
+    source, directory = teacher.job_spec.model, teacher.base_dir
+    return Teacher(shape_of(source, directory=directory, classes=resolved.num_classes))
 
 
 def read_teacher(directory: Path, *, classes: Sequence[int]) -> Teacher:

@@ -12,21 +12,27 @@ from enum import Enum
 from importlib import metadata
 from typing import Any
 
-from pydantic import ValidationError
+import structlog
+from pydantic import BaseModel, ValidationError
 
-from services.shared.jobs.errors import DoesNotFit
-from services.shared.jobs.planning.model_shapes import ENCODERS, Teacher
+from services.shared.jobs.errors import DoesNotFit, InvalidInput
+from services.shared.jobs.planning.model_shapes import ENCODERS, Teacher, model_of, teacher_of
+from services.shared.jobs.planning.spec_changes import split_changes
+from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, Unplanned
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, Training
+from services.shared.memory import errors as memory_errors
 from services.shared.memory import hardware, recipe
 from services.shared.memory.architecture import shape
 from services.shared.memory.cgroup import host_memory_bytes
-from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning import alternatives
 from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
+from services.shared.memory.planning.layers import check_planned
 from services.shared.memory.planning.plan import Plan, Verdict, plan, plan_distillation
 from services.shared.memory.sizes import format_size, parse_size
+
+log = structlog.get_logger(__name__)
 
 # The fields that both recipes have, under one name and with the same values.
 _SHARED = tuple(name for name in Recipe.model_fields if name in recipe.Recipe.__dataclass_fields__)
@@ -40,12 +46,37 @@ class JobPlan:
     recipe: Recipe
 
 
-@dataclass(frozen=True)
-class Unplanned:
-    """A job that may train all the same, but nobody can say how large it is."""
+def plan_resolved(resolved: ResolvedSpec, settings: JobSettings) -> PlannedSpec:
+    """Plan a job with what this server knows of its models and its machine.
 
-    field: str  # of the spec: the model whose shape or activations are not known
-    why: str
+    A model of unknown shape, or one whose activations have not been worked out, is not an error: it
+    may train all the same, without a plan. Raises DoesNotFit with the plan, InvalidInput naming the
+    field.
+    """
+    teacher, part = None, "model"
+    try:
+        if isinstance(resolved.spec, DistillSpec):
+            part = "teacher"
+            teacher = teacher_of(resolved)
+            check_planned(teacher.shape.dims)
+            part = "student"
+        model = model_of(resolved, teacher)
+        check_planned(model.dims)
+    except memory_errors.InvalidInput as error:
+        log.info("job_not_planned", part=part, why=str(error))
+        unplanned = Unplanned(_source_field(resolved, part), str(error))
+        return PlannedSpec(resolved, unplanned=unplanned)
+    try:
+        planned = plan_job(
+            resolved.spec,
+            model=model,
+            teacher=teacher,
+            machine=machine_of(resolved.spec, settings),
+            engine=engine_of(settings),
+        )
+    except memory_errors.InvalidInput as error:
+        raise InvalidInput(str(error), field=_spec_field(error.field)) from error
+    return PlannedSpec(resolved, plan=planned.plan, recipe=planned.recipe)
 
 
 def plan_job(
@@ -159,7 +190,7 @@ def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
-        raise InvalidInput(
+        raise memory_errors.InvalidInput(
             field, f"the ranks have no {values[field]}", accepted=first["ctx"]["expected"]
         ) from error
 
@@ -178,12 +209,6 @@ def to_spec_changes(changes: dict[str, Any], base: recipe.Recipe) -> dict[str, A
         elif name != "accumulate":  # follows from the micro-batch and the global batch
             return None
     return found
-
-
-def split_changes(changes: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Return where a change puts the teacher (None: where it is), and the fields of the recipe."""
-    own = {name: value for name, value in changes.items() if name != TEACHER_PLACEMENT}
-    return changes.get(TEACHER_PLACEMENT), own
 
 
 def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardware.Hardware:
@@ -234,7 +259,7 @@ def _plan(
     assert isinstance(spec, DistillSpec)
     wanted = spec.distillation.teacher_placement
     if wanted == "sharded" and teacher.whole_only:
-        raise InvalidInput(
+        raise memory_errors.InvalidInput(
             TEACHER_PLACEMENT,
             "an encoder classifier made elsewhere cannot be sharded",
             accepted=("replicated", "auto"),
@@ -293,3 +318,22 @@ def _refusal(refused: Plan, offered: Sequence[alternatives.Alternative]) -> str:
         return f"{said} No change that is known would make it fit."
     first = offered[0]
     return f"{said} It fits with: {first.change} ({format_size(first.plan.peak_bytes)})."
+
+
+def _source_field(resolved: ResolvedSpec, part: str) -> str:
+    """Return where a spec names the model of a part, as `student.config`."""
+    source: BaseModel = resolved.source
+    if part == "teacher":
+        assert isinstance(resolved.spec, DistillSpec)
+        source = resolved.spec.teacher
+    given = source.model_dump(exclude_none=True, exclude={"tokenizer"})
+    return f"{part}.{next(iter(given))}"
+
+
+def _spec_field(field: str) -> str:
+    """Return the field of a spec that a field of the memory plan comes from."""
+    if field in ("ranks", "device", "device_memory", "host_memory"):
+        return f"resources.{field}"
+    if field == TEACHER_PLACEMENT:
+        return f"distillation.{field}"
+    return f"recipe.{field}" if not field.startswith("model") else field

@@ -15,19 +15,13 @@ from typing import Any
 
 import structlog
 
-from services.shared.datasets.card import DatasetCard
-from services.shared.jobs.planning.model_shapes import (
-    Teacher,
-    read_teacher,
-    shape_of,
-    student_shape,
-)
+from services.shared.jobs.planning.model_shapes import Teacher, model_of, teacher_of
+from services.shared.jobs.planning.spec_changes import split_changes
 from services.shared.jobs.planning.spec_to_plan import (
     beside_of,
     engine_of,
     machine_of,
     plan_job,
-    split_changes,
     to_memory_recipe,
     to_spec_changes,
 )
@@ -103,19 +97,12 @@ def examine_memory(
 
 def _known_job(claim: Claim, recipe: Recipe, settings: JobSettings) -> _Job | None:
     """Return the job in the memory plan's words; None for a model of unknown shape."""
+    assert claim.resolved is not None
     teacher = None
     try:
-        if isinstance(claim.spec, TeacherSpec):
-            model = shape_of(claim.spec.model, directory=claim.model_dir, classes=_classes(claim))
-        else:
-            assert claim.teacher_dir is not None
-            teacher = read_teacher(claim.teacher_dir, classes=_classes(claim))
-            model = student_shape(
-                claim.spec.student,
-                directory=claim.model_dir,
-                classes=_classes(claim),
-                teacher=teacher.shape,
-            )
+        if isinstance(claim.spec, DistillSpec):
+            teacher = teacher_of(claim.resolved)
+        model = model_of(claim.resolved, teacher)
     except InvalidInput:
         return None  # the message can be read without a shape
     planned = to_memory_recipe(
@@ -141,12 +128,13 @@ def _beside(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> Fro
 
 def _facts(claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings) -> dict[str, Any]:
     """Return what was known of the job before it started, as fields of a case."""
+    assert claim.resolved is not None
     machine = machine_of(claim.spec, settings)
     planned = job.recipe if job is not None and job.teacher is None else None
     engine = Engine.DDP if recipe.sharding == "none" else engine_of(settings)
     facts: dict[str, Any] = {
         "model": _config(claim) if planned else {},
-        "heads": list(_classes(claim)),
+        "heads": list(claim.resolved.num_classes),
         "ranks": machine.ranks,
         "device": machine.device.name,
         "device_memory_bytes": machine.device.memory_bytes,
@@ -244,19 +232,14 @@ def _config(claim: Claim) -> dict[str, Any]:
     assert isinstance(claim.spec, TeacherSpec)
     source = claim.spec.model
     if source.config is None:
-        assert claim.model_dir is not None
-        found: dict[str, Any] = _read_json(claim.model_dir / "config.json")
+        assert claim.resolved is not None
+        assert claim.resolved.model_dir is not None
+        found: dict[str, Any] = _read_json(claim.resolved.model_dir / "config.json")
         return found
     config = dict(source.config)
     if isinstance(source.tokenizer, TrainedTokenizer):
         config["vocab_size"] = source.tokenizer.vocab_size
     return config
-
-
-def _classes(claim: Claim) -> tuple[int, ...]:
-    card = DatasetCard.model_validate(_read_json(claim.dataset_dir / "dataset.json"))
-    chosen = claim.spec.heads
-    return tuple(len(h.labels) for h in card.heads if chosen is None or h.name in chosen)
 
 
 def _read_json(path: Path) -> Any:
