@@ -1,1 +1,1 @@
-"""Runs torchrun for one attempt and says what became of it. Torch-free, lives in the Celery worker."""
+"""Runs torchrun for one attempt and reports its outcome. Torch-free; part of the Celery worker."""

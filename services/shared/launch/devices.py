@@ -1,4 +1,4 @@
-"""What this machine's device files and vendor tools say: the kind of device, and its NUMA nodes."""
+"""The kind of device of this machine, and its NUMA nodes, from device files and vendor tools."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def detect_device_kind(root: Path = Path("/")) -> DeviceKind:
 
 
 def numa_nodes(kind: DeviceKind) -> dict[int, int]:
-    """Return the NUMA node of each physical card as the vendor's own tool tells; {} if it does not."""
+    """Return the NUMA node of each physical card from the vendor's tool; {} where it does not report them."""
     if kind is DeviceKind.DCU:
         return parse_numa_topology(run_tool(["hy-smi", "--showtoponuma", "--json"]))
     if kind is DeviceKind.ROCM:
@@ -81,7 +81,7 @@ def parse_numa_topology(text: str) -> dict[int, int]:
 
 
 def first_json_object(text: str) -> dict[str, Any]:
-    """Return the first JSON object in a tool's output, or {}; warnings may stand before it."""
+    """Return the first JSON object in a tool's output, or {}; warnings may precede it."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     decoder = json.JSONDecoder()
     for match in re.finditer(r"\{", plain):
@@ -98,7 +98,7 @@ def numa_binding_unsupported_reason(status: str | None = None) -> str | None:
     """Return why ranks cannot be bound to NUMA nodes here, or None where they can.
 
     Containers refuse the system calls behind numactl where CAP_SYS_NICE is not among the capabilities
-    that may be had at all; nobody needs to hold it (Docker 20.10, as user 10001: CapEff 0, bound).
+    in the bounding set; the process need not hold it (Docker 20.10, as user 10001: CapEff 0, bound).
     """
     if shutil.which("numactl") is None:
         return "numactl is not installed"
@@ -121,7 +121,7 @@ def allowed_numa_nodes(status: str | None = None) -> set[int]:
 
 
 def find_tool(name: str) -> str | None:
-    """Return the path of a vendor's tool; Hygon's lies outside the PATH."""
+    """Return the path of a vendor's tool; Hygon's is outside the PATH."""
     return shutil.which(name) or shutil.which(name, path="/opt/hyhal/bin:/usr/local/hyhal/bin")
 
 

@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Take the options, arm the kernel, become the command."""
+    """Parse the options, set the parent-death signal, and exec the command."""
     parser = argparse.ArgumentParser(prog="guard")
     parser.add_argument("--signal", default="SIGKILL", choices=[s.name for s in signal.Signals])
     parser.add_argument("--parent", type=int, default=0)
@@ -50,10 +50,10 @@ def main() -> None:
 
 
 def _is_orphan(parent: int) -> bool:
-    """Return whether the parent died before the kernel was armed.
+    """Return whether the parent died before its death signal was set.
 
-    A rank is not told torchrun's pid, but torchrun carries the same mark in its environment as the
-    rank; whoever adopts an orphan does not. Where the parent cannot be read, nothing is known.
+    A rank does not know torchrun's pid, but torchrun has the same mark in its environment as the
+    rank; a process that adopts an orphan does not. Returns False where the parent cannot be read.
     """
     if parent:
         return os.getppid() != parent
@@ -79,11 +79,11 @@ def _with_numa_binding(command: list[str]) -> list[str]:
 
 
 def _switch_user(user: pwd.struct_passwd) -> None:
-    """Change to `user`, keeping only the right to pass directories that are closed to others.
+    """Change to `user`, keeping only the right to traverse directories that are closed to others.
 
-    Postgres refuses to run as root, yet its programs and its data may lie below /root. Keeping
+    Postgres refuses to run as root, yet its programs and its data may be below /root. Keeping
     CAP_DAC_OVERRIDE as an ambient capability opens that path to this one process, where a chmod
-    would open it to everybody. Where the capability is not held, only open paths work.
+    would open it to every user. Where the capability is not held, only open paths work.
     """
     _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])

@@ -1,4 +1,4 @@
-"""What the worker tells the database while the ranks run: that it lives, and how far they are."""
+"""Heartbeats of a worker while its ranks run: lease renewal and progress for the database."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Heartbeat:
         self._offset = 0
 
     def beat(self) -> HeartbeatReply:
-        """Tell the newest progress; return what the worker is to do.
+        """Send the newest progress; return what the worker should do.
 
-        A database that does not answer loses nothing: nobody else can claim the job through it
-        either, so the ranks go on and the next beat tells more.
+        While the database is unavailable no other worker can claim the job, so the ranks continue
+        and the next beat sends the same updates again.
         """
         offset, updates = self._new_updates()
         answer = HeartbeatReply.CONTINUE
@@ -67,7 +67,7 @@ class Heartbeat:
     def _new_updates(self) -> tuple[int, list[tuple[Phase | None, dict[str, Any] | None]]]:
         """Return where reading ended, and the updates to send: at least one, to renew the lease.
 
-        Ordinary lines melt into one update; a new phase and an evaluation each keep their own, since
+        Ordinary lines are merged into one update; a new phase and an evaluation each keep their own, since
         each becomes an event.
         """
         offset = self._offset

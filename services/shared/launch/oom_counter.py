@@ -1,4 +1,4 @@
-"""How often the kernel has killed a process for memory: the only trace that SIGKILL leaves."""
+"""The kernel's counters of out-of-memory kills: the only trace that such a SIGKILL leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 class OomCounters:
     """The kernel's OOM kill counters of the memory cgroups, version 1 or 2, that processes are in.
 
-    Look at the ranks while they live: their cgroup may be another than the worker's.
+    Track the ranks while they run: their cgroup may differ from the worker's.
     """
 
     def __init__(self, *, root: Path = Path("/")) -> None:
@@ -20,14 +20,14 @@ class OomCounters:
         self._machine_first = _kills(self._machine)
 
     def track(self, pids: Iterable[int | str]) -> None:
-        """Remember the counters of the cgroups that these processes are in, if they are new."""
+        """Record the counters of the cgroups of these processes, where not yet recorded."""
         for pid in pids:
             for path in self._files(pid):
                 if path not in self._first and (count := _kills(path)) is not None:
                     self._first[path] = count
 
     def killed(self) -> bool | None:
-        """Return whether the kernel has killed since the first look; None where nobody counts.
+        """Return whether the kernel has killed since tracking began; None where nothing counts.
 
         The machine's counter (/proc/vmstat) counts the processes of others, too, so it decides only
         where no cgroup can be read.

@@ -1,4 +1,4 @@
-"""Child processes that die with us, and their end with everything below them."""
+"""Child processes that die with their parent, and how to end whole process trees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 
 GUARD = Path(__file__).with_name("guard.py")
 
-# Every process of one run carries this variable, whatever became of its parents.
+# Every process of one run has this variable, even when its parents are gone.
 RUN_MARK = "STILLHOUSE_RUN_MARK"
 # What the guard of a rank reads (see guard.py): NUMA nodes by local rank, '' for none.
 NUMA_NODES = "STILLHOUSE_NUMA_NODES"
@@ -71,7 +71,7 @@ def stop_process(
     stop_signal: signal.Signals = signal.SIGTERM,
     grace_seconds: float,
 ) -> None:
-    """Ask the process to end, wait, then kill what is left of it and its descendants."""
+    """Signal the process, wait, then kill what is left of it and its descendants."""
     members = process_tree(process)
     if process.poll() is None:
         process.send_signal(stop_signal)
@@ -84,9 +84,9 @@ def stop_process(
 
 
 def kill_all(members: Sequence[psutil.Process]) -> None:
-    """Kill the processes that still live and wait until none of them runs.
+    """Kill the processes that are still alive and wait until none of them runs.
 
-    Our own child is left for its Popen to reap: whoever reaps it learns its exit code.
+    Our own child is left for its Popen to reap, which needs its exit code.
     """
     for member in members:
         try:

@@ -1,4 +1,4 @@
-"""One attempt from the start of its ranks to the death of the last of them."""
+"""One attempt, from the start of its ranks to the end of the last of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TERMINATE_SECONDS = 35.0
 
 
 class Force(str, Enum):
-    """How far the worker had to go to end the ranks."""
+    """The force that the worker needed to end the ranks."""
 
     NONE = "none"
     TERMINATED = "terminated"
@@ -54,12 +54,12 @@ class Force(str, Enum):
 
 @dataclass(frozen=True)
 class RunExit:
-    """What the worker knows when no rank lives any more; the run directory tells the rest."""
+    """What the worker knows when no rank is alive; the rest is in the run directory."""
 
     exit_code: int  # of torchrun, negative for a signal
-    stop: StopReason | None = None  # what the worker asked for
+    stop: StopReason | None = None  # the stop that the worker requested
     force: Force = Force.NONE
-    oom_killed: bool | None = None  # whether the kernel counted a kill; None where nobody counts
+    oom_killed: bool | None = None  # whether the kernel counted a kill; None where nothing counts
     seconds: float = 0.0
 
 
@@ -94,17 +94,17 @@ def prepare(claim: Claim, *, settings: JobSettings) -> RunDirectory:
 def link_best_weights(earlier: Path, checkpoints: Path) -> None:
     """Link the best weights that an earlier attempt kept into this attempt's checkpoints.
 
-    The next attempt resumes from this one's checkpoints alone, and those may go on naming best
-    weights of long ago. Links, since the weights of a 32B model are 64 GB.
+    The next attempt resumes from this one's checkpoints alone, and those may still refer to much
+    older best weights. Links, since the weights of a 32B model are 64 GB.
     """
     for best in earlier.glob(f"best-*/{COMPLETE}"):
         final = checkpoints / best.parent.name
-        aside = shared_partial_path(final)
+        partial = shared_partial_path(final)
         if final.exists():
             continue
-        shutil.rmtree(aside, ignore_errors=True)
-        shutil.copytree(best.parent, aside, copy_function=_link)
-        aside.rename(final)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(best.parent, partial, copy_function=_link)
+        partial.rename(final)
 
 
 def _link(source: str, target: str) -> None:
@@ -125,8 +125,8 @@ def supervise(
 ) -> RunExit | None:
     """Run the ranks and return how they ended, or None when the job is no longer ours.
 
-    `beat` is called every `heartbeat_seconds`; `stopping` tells whether this worker is shutting
-    down. Whatever happens here, exceptions included, no process of the run is left.
+    `beat` is called every `heartbeat_seconds`; `stopping` returns whether this worker is
+    shutting down. No process of the run survives this call, even after an exception.
     """
     supervision = _Supervision(run, settings=settings, timeout_seconds=timeout_seconds)
     process = start_process(launch.command, log=run.log, env=launch.env, cwd=_project_dir())
@@ -140,7 +140,7 @@ def supervise(
                 supervision.request_stop("handed_back")
             supervision.escalate(process)
             _wait(process, _TICK_SECONDS)
-        last = beat()  # the final lines of progress, and a lease that covers the verdict
+        last = beat()  # the final lines of progress, and a lease that covers the outcome
         return None if last is HeartbeatReply.LOST else supervision.result(process.returncode)
     finally:
         kill_run_processes(process, run)
@@ -150,7 +150,7 @@ def kill_run_processes(process: subprocess.Popen[bytes], run: RunDirectory) -> N
     """Kill torchrun, its ranks and their children, wherever they hang in the process tree.
 
     Ranks lead sessions of their own, so no signal to a group reaches them; and a rank that outlives
-    torchrun is nobody's child. The mark in their environment finds them all.
+    torchrun has no parent of ours. The mark in their environment finds them all.
     """
     kill_all(process_tree(process))
     process.wait()
@@ -161,7 +161,7 @@ def kill_run_processes(process: subprocess.Popen[bytes], run: RunDirectory) -> N
 
 
 class _Supervision:
-    """The clocks of one run: beats, the time limit, and how hard to press ranks that must end."""
+    """The timers of one run: heartbeats, the time limit, and the escalation against ranks that must end."""
 
     def __init__(self, run: RunDirectory, *, settings: JobSettings, timeout_seconds: float) -> None:
         self._run = run
@@ -176,7 +176,7 @@ class _Supervision:
         self._counters.track(["self"])
 
     def note_cgroups(self, process: subprocess.Popen[bytes]) -> None:
-        """Note the memory cgroups of the ranks while they live."""
+        """Record the memory cgroups of the ranks while they are alive."""
         self._counters.track(member.pid for member in process_tree(process))
 
     def is_beat_due(self) -> bool:
@@ -192,7 +192,7 @@ class _Supervision:
         return beat
 
     def request_stop(self, reason: StopReason) -> None:
-        """Ask the ranks, once, to save and leave; a cancellation outdoes a shutdown's request."""
+        """Request once that the ranks save and exit; a cancellation overrides a shutdown."""
         if self._stop == reason or self._stop in ("cancelled", "timed_out"):
             return
         if self._stop is None:
@@ -202,7 +202,7 @@ class _Supervision:
         log.info("stop_requested", run=str(self._run.path), reason=reason)
 
     def escalate(self, process: subprocess.Popen[bytes]) -> None:
-        """Go one step further with ranks that do not end in the time they were given."""
+        """Stop the ranks at the time limit; after each grace period use more force."""
         now = time.monotonic()
         if now > self._timeout_at:
             self._timeout_at = float("inf")

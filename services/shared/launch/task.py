@@ -1,4 +1,4 @@
-"""What a worker does with one message: load, run, apply. No database session is open meanwhile."""
+"""Handling of one message: claim, run, apply. No database session is open while the ranks run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 # A result that took days to compute outlives a restart of the database.
 _APPLY_SECONDS = 600.0
-# Long enough for a restart; a message given up is sent again by the sweep.
+# Long enough for a restart; an abandoned message is sent again by the sweep.
 _CLAIM_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 1.0
 
@@ -69,9 +69,9 @@ def run_job(
 
 
 def _claim(job_id: str, *, store: Store, worker: str, stopping: Callable[[], bool]) -> Claim | None:
-    """Claim the job, waiting for a database that is away. Raises Unavailable when that takes long.
+    """Claim the job, waiting for an unavailable database. Raises Unavailable after a minute.
 
-    The token stays the same: a claim that was made, and whose answer was lost, is found again.
+    The token stays the same, so that a claim whose reply was lost is found again.
     """
     token, deadline = new_token(), time.monotonic() + _CLAIM_SECONDS
     while True:
@@ -89,7 +89,7 @@ def _claim(job_id: str, *, store: Store, worker: str, stopping: Callable[[], boo
 def _run(
     claim: Claim, *, store: Store, module: str, stopping: Callable[[], bool]
 ) -> Outcome | None:
-    """Run the ranks and judge their end; None when the lease was lost."""
+    """Run the ranks and return the outcome; None when the lease was lost."""
     settings = store.settings
     run = RunDirectory(settings.run_dir(claim.job_id, claim.attempt))
     try:
@@ -126,16 +126,16 @@ def _run(
     except OSError as error:
         return _disk_failure(error, run.path)
     except Exception as error:
-        # The job's boundary: a fault of ours must not leave it to be run, and fail, again and again.
+        # The boundary of a job: a fault of the worker must not make the job run and fail repeatedly.
         log.exception("worker_failed", job_id=claim.job_id, attempt=claim.attempt)
         what = f"{type(error).__name__}: {error}"
         return _failed(Reason.CRASHED, f"The worker itself failed, not the ranks: {what}")
 
 
 def _publish(outcome: Outcome, export: Path, destination: Path) -> Outcome:
-    """Move the finished artifact to its place among the models. Raises OSError.
+    """Move the finished artifact to the directory of models. Raises OSError.
 
-    One rename: a model is there whole or not at all.
+    One rename: a model is complete or absent.
     """
     if outcome.end is not End.SUCCEEDED:
         return outcome
@@ -149,7 +149,7 @@ def _publish(outcome: Outcome, export: Path, destination: Path) -> Outcome:
 
 
 def _apply(claim: Claim, outcome: Outcome, *, store: Store) -> FinishResult:
-    """Apply the outcome, waiting for a database that is away; then drop what nobody needs."""
+    """Apply the outcome, waiting for an unavailable database; then remove files no longer needed."""
     finished = _finish(claim, outcome, store=store)
     settings = store.settings
     if outcome.end is End.SUCCEEDED and not finished.applied:

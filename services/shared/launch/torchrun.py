@@ -20,13 +20,13 @@ from services.shared.launch.processes import NUMA_NODES, RUN_MARK, guarded
 
 # torch 2.5 reads only the name of its own build, later versions the last one; so all get one value.
 _ALLOCATOR_NAMES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Ranks never reach the database or the broker: they do not learn where these are.
+# Ranks never connect to the database or the broker, so they do not get their addresses.
 _KEPT_FROM_RANKS = ("STILLHOUSE_DATABASE_URL", "STILLHOUSE_BROKER_URL", "STILLHOUSE_API_KEYS_FILE")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start, and what could not be done as one would like."""
+    """The command and environment to start, and warnings about what could not be set up."""
 
     command: list[str]
     env: dict[str, str]
@@ -69,7 +69,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of the ranks: the worker's own, completed for the kind of device.
 
-    What the operator has set is kept, except what is known to break the device's start.
+    Values set by the operator are kept, except those known to break device initialisation.
     """
     kind = device_kind(resources.device)
     env = {name: value for name, value in environment.items() if name not in _KEPT_FROM_RANKS}

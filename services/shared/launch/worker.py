@@ -1,4 +1,4 @@
-"""A Celery worker for one kind of job: one at a time, with the sweep beside it; no torch."""
+"""A Celery worker for one kind of job: one job at a time, with the sweep in a thread; no torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from services.shared.launch.task import run_job
 
 log = structlog.get_logger(__name__)
 
-# Where a worker writes its pid once it takes messages; for whoever starts it and waits.
+# Where a worker writes its pid once it takes messages, for a parent that waits for it.
 READY_FILE = "STILLHOUSE_READY_FILE"
 # What a worker touches after each sweep that reached the database: its age is the worker's health.
 ALIVE_FILE = "STILLHOUSE_ALIVE_FILE"
 
 
 def serve(queue: str, *, module: str) -> None:
-    """Work off `queue` until SIGTERM: each message runs `module` on the ranks of one job.
+    """Consume `queue` until SIGTERM: each message runs `module` on the ranks of one job.
 
     The pool is `solo`: the task runs in the main thread, whose death takes torchrun with it, and a
     second job on the same devices is impossible.
@@ -70,7 +70,7 @@ def serve(queue: str, *, module: str) -> None:
 
 
 def _configure_logs() -> None:
-    """Let our events leave as one JSON object a line; Celery's own lines stay as they are."""
+    """Log our events as one JSON object a line; Celery's own lines stay as they are."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -85,7 +85,7 @@ def _configure_logs() -> None:
 def register_task(
     app: Celery, *, store: Store, module: str, worker: str, stopping: Callable[[], bool]
 ) -> None:
-    """Make the application know the one task there is."""
+    """Register the only task with the application."""
 
     def run(job_id: str) -> None:
         run_job(
@@ -101,10 +101,10 @@ def register_task(
 
 
 def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) -> None:
-    """Look for lost jobs and messages every `sweep_seconds`, and for leftovers now and then.
+    """Look for lost jobs and messages every `sweep_seconds`, and for leftovers every `tidy_seconds`.
 
-    Leases that ran out while the database was away are no sign of death: their workers could not renew
-    them. After an outage they get a whole lease's time to do so, whoever sweeps first.
+    A lease that ran out during an outage of the database does not mean that its worker died: it could
+    not renew it. After an outage, leases are left alone for the time of a whole lease.
     """
     tidy_at = spare_until = 0.0
     settings = store.settings

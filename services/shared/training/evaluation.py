@@ -57,7 +57,7 @@ def evaluate(
 ) -> Any:
     """Return `{"heads": {name: metrics}, "macro_f1": mean over heads, "loss": mean over heads}`.
 
-    Multi-label heads answer by the thresholds of `calibration`, by 0.5 without.
+    Multi-label heads predict with the thresholds of `calibration`, or with 0.5 without.
     """
     table = {}
     losses = []

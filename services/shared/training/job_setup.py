@@ -1,4 +1,4 @@
-"""From a task to an empty sharded classifier: the steps that every kind of job begins with."""
+"""From the run input to an empty sharded classifier: the setup that every kind of job shares."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from services.shared.training.sharding.shard import Sharded, parameter_dtype, sh
 
 
 def resolved_recipe(task: RunInput) -> Recipe:
-    """Return the recipe with `auto` resolved by whoever planned the job."""
+    """Return the recipe, with `auto` as the planner resolved it."""
     if task.recipe:
         return Recipe.model_validate(task.recipe)
     return task.spec.recipe if isinstance(task.spec.recipe, Recipe) else Recipe()
 
 
 def inference_recipe(recipe: Recipe) -> Recipe:
-    """Return how a teacher is sharded beside a student of `recipe`: it only runs forward."""
+    """Return the recipe of a frozen teacher whose student uses `recipe`."""
     return recipe.model_copy(
         update={
             "sharding": "full",
@@ -44,7 +44,7 @@ def inference_recipe(recipe: Recipe) -> Recipe:
 def train_shared_tokenizer(
     run: RunDirectory, task: RunInput, wanted: TrainedTokenizer, world: World
 ) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that rank 0 trains on the training texts."""
+    """Train a tokenizer on the training texts on rank 0, and return it on every rank."""
     directory = run.path / "tokenizer"
     if world.is_first:
         texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
@@ -81,7 +81,7 @@ def shard_model(
     projections: Mapping[int, int] | None = None,
     engine: Engine | None = None,
 ) -> Sharded:
-    """Return an empty sharded classifier; `projections` maps its layers to widths.
+    """Return a sharded classifier without weights; `projections` maps its layers to widths.
 
     Raises RunFailed(BAD_MODEL).
     """

@@ -1,8 +1,8 @@
-"""What each rank really holds: once after wrapping, before anything can run out, then every phase.
+"""Measured memory of each rank: once after wrapping, before the first step, then in every phase.
 
 On an accelerator the figures are the caching allocator's. A CPU has no such counters: there the live
 parameters, gradients and optimizer state of the rank are walked and counted, which leaves activations
-and temporaries out, and the record says so (`basis`); the resident set is given beside it.
+and temporaries out, as `basis` of the record states; the resident set is recorded as well.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MemoryProbe:
         self._peaks: dict[str, int] = {}
 
     def watch(self, sharded: Sharded, optimizer: Optimizer | None) -> None:
-        """Say what to walk on devices without counters."""
+        """Set the model and optimizer to count on devices without allocator counters."""
         self._sharded, self._optimizer = sharded, optimizer
 
     @contextmanager
@@ -63,7 +63,7 @@ class MemoryProbe:
         self._position.phase = before
 
     def measure(self, phase: str, step: int = 0) -> MemoryRecord:
-        """Return what this rank holds now, and held at most since the phase began."""
+        """Return the memory in use on this rank, and its peak since the phase began."""
         shared: dict[str, Any] = {
             "time": time.time(),
             "phase": phase,
@@ -100,7 +100,7 @@ class MemoryProbe:
                 yield from state.values()
 
     def check_sharding(self, sharded: Sharded) -> None:
-        """Record what wrapping really did on this rank, and stop the run if it is not what was asked.
+        """Record the result of wrapping on this rank, and stop the run if it differs from the recipe.
 
         Raises RunFailed(NOT_SHARDED) on every rank if it fails on any.
         """
@@ -126,12 +126,12 @@ class MemoryProbe:
                 )
                 break
         if faults or covered[0]:
-            told = faults[0] if faults else "another rank is not sharded as planned"
-            raise RunFailed(Reason.NOT_SHARDED, f"Stopped before the first step: {told}.")
+            fault = faults[0] if faults else "another rank is not sharded as planned"
+            raise RunFailed(Reason.NOT_SHARDED, f"Stopped before the first step: {fault}.")
 
 
 def observe_sharding(sharded: Sharded, world: World) -> dict[str, Any]:
-    """Return what this rank holds after wrapping, against what the plan expects of it."""
+    """Return what this rank holds after wrapping, and what the recipe expects it to hold."""
     parameters = [shard.local for shard in sharded.shards]
     item = parameters[0].dtype.itemsize
     return {
@@ -149,7 +149,7 @@ def observe_sharding(sharded: Sharded, world: World) -> dict[str, Any]:
 
 
 def _live_units(sharded: Sharded) -> int:
-    """Count the units that the engine itself has formed, whatever was asked of it."""
+    """Return the number of units that the engine has actually formed."""
     count = 0
     for module in sharded.module.modules():
         is_fsdp2 = hasattr(module, "set_requires_gradient_sync")

@@ -1,7 +1,7 @@
-"""One rank among others: it joins, agrees with the others, is told to stop, and fails aloud.
+"""A rank's process: joining the process group, agreeing to stop, and reporting a failure.
 
 A failing rank writes `ranks/<k>/failure.json` and torch elastic's own error file, then leaves with a
-non-zero exit code; torchrun ends the others, whose echoes (closed connections) come later.
+non-zero exit code; torchrun ends the others, whose secondary errors (closed connections) come later.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from services.shared.jobs.state import Reason
 # Rank 0 seals an artifact alone while the others wait: hashing 65 GB at 0.5 GB/s takes two minutes.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 STOP_REASONS = ("cancelled", "handed_back", "timed_out")
-# Freed when a rank fails for want of host memory, so that it can still say so.
+# Freed when a rank runs out of host memory, so that it can still report the failure.
 RESERVE_MEMORY_BYTES = 4 * 2**20
 RESERVE_DISK_BYTES = 2**18  # a failure with its traceback, in our file and in torch elastic's
 
 
 class RunFailed(Exception):
-    """The run cannot go on, for a reason that a person can act on."""
+    """The run cannot continue, for a reason that the user can act on."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class RunFailed(Exception):
 
 @dataclass
 class Position:
-    """Where a rank is; a failure is reported with it. Phases are those of the memory plan."""
+    """The phase and step of a rank, reported with a failure. Phases are those of the memory plan."""
 
     phase: str = "load"
     step: int = 0
@@ -64,7 +64,7 @@ class Position:
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place in the process group, and its device."""
+    """This rank's number in the process group, its device and its watch for stop requests."""
 
     rank: int
     size: int
@@ -73,7 +73,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Say whether this rank speaks for all."""
+        """Return whether this is rank 0, which writes shared files."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -89,14 +89,14 @@ class World:
 
 
 class StopWatch:
-    """Notices a stop request (rank 0 looks at the file) and SIGTERM (any rank)."""
+    """Detects a stop request (rank 0 polls the file) and SIGTERM (any rank)."""
 
     def __init__(self, run: RunDirectory, rank: int) -> None:
         self._path = run.stop if rank == 0 else None
         self._terminated = False
 
     def listen(self) -> None:
-        """Take SIGTERM as a request to save and leave."""
+        """Handle SIGTERM as a request to save and exit."""
         signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, _signum: int, _frame: FrameType | None) -> None:
@@ -112,23 +112,25 @@ class StopWatch:
 
 
 def agreed_stop(flags: Sequence[float]) -> str | None:
-    """Return the reason that the summed flags of all ranks name, or None."""
+    """Return the stop reason that any rank has flagged, or None; `flags` are summed over the ranks."""
     return next((name for name, votes in zip(STOP_REASONS, flags, strict=True) if votes), None)
 
 
 @contextmanager
 def fail_with(reason: Reason) -> Iterator[None]:
-    """Turn the ValueError and OSError of reading a user's things into a failure with a reason."""
+    """Convert ValueError and OSError from reading user input into RunFailed with `reason`."""
     try:
         yield
     except (ValueError, OSError) as error:
-        if reason_of(error) is not Reason.CRASHED:  # a full disk or memory is no fault of theirs
+        if (
+            reason_of(error) is not Reason.CRASHED
+        ):  # a full disk or exhausted memory is not caused by the input
             raise
         raise RunFailed(reason, str(error)) from error
 
 
 def read_run_input(run: RunDirectory) -> RunInput:
-    """Read what the worker wants done. Raises RunFailed(BAD_SPEC)."""
+    """Return the input of the run as the worker wrote it. Raises RunFailed(BAD_SPEC)."""
     try:
         return RunInput.model_validate_json(run.spec.read_bytes())
     except (OSError, ValidationError) as error:
@@ -163,7 +165,7 @@ def join(run: RunDirectory, *, device: str, seed: int) -> World:
 
 
 def leave() -> NoReturn:
-    """Leave the process group and end this process successfully."""
+    """Destroy the process group and exit with code 0."""
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -174,7 +176,7 @@ def leave() -> NoReturn:
 
 
 def make_deterministic(seed: int) -> None:
-    """Ask torch for the same numbers every time, as far as its kernels can."""
+    """Make torch deterministic, as far as its kernels allow."""
     # cuBLAS and hipBLAS read it when the first handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -189,13 +191,13 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 class _EmergencyReserve:
-    """Host memory and disk held back, so that a rank which lacks either can still say so."""
+    """Host memory and disk space held back, so that a rank out of either can still report its failure."""
 
     def __init__(self, directory: Path) -> None:
         self._memory = bytearray(RESERVE_MEMORY_BYTES)
         self._file: IO[bytes] | None = None
-        with suppress(OSError):  # no room even now: whatever fails next tells
-            # Nameless: the kernel frees it with this process, however that ends.
+        with suppress(OSError):  # already full: the next write reports it
+            # Anonymous: the kernel frees it when this process ends in any way.
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
             self._file.write(bytes(RESERVE_DISK_BYTES))
 
@@ -208,7 +210,7 @@ class _EmergencyReserve:
 
 @contextmanager
 def report_failures(run: RunDirectory, position: Position) -> Iterator[None]:
-    """Write why this rank fails, then let the error go on; the boundary of a rank's process."""
+    """Write the failure of this rank, then re-raise it; the boundary of a rank's process."""
     rank = int(os.environ.get("RANK", "0"))
     handler = ErrorHandler()
     handler.initialize()
@@ -230,7 +232,7 @@ def report_failures(run: RunDirectory, position: Position) -> Iterator[None]:
 
 
 def describe_failure(error: BaseException, *, rank: int, position: Position) -> Failure:
-    """Return what is known of an error as this rank saw it."""
+    """Return the failure record of an error on this rank."""
     message = str(error) or type(error).__name__
     return Failure(
         time=time.time(),
@@ -255,8 +257,8 @@ _HOST_MEMORY = re.compile(
 _DEVICE_MEMORY = re.compile(
     r"(CUDA|HIP|NPU|XPU|MLU|MPS|GCU) (error: )?out of memory", re.IGNORECASE
 )
-# A rank that waits for one that failed says this: gloo and NCCL, on a time-out, and where the other's
-# end closed the connection.
+# What gloo and NCCL raise on a rank that waits for a failed one: a timeout, or a connection that the
+# other end closed.
 _COLLECTIVE = re.compile(
     r"timed out waiting|collective operation timeout|watchdog.*timeout|Timeout\(ms\)=|"
     r"gloo.*(connection (closed|reset) by peer|broken pipe)|ncclRemoteError",
@@ -265,7 +267,7 @@ _COLLECTIVE = re.compile(
 
 
 def reason_of(error: BaseException) -> Reason:
-    """Return the stable reason that an error stands for."""
+    """Return the stable reason of an error."""
     message = str(error)
     if isinstance(error, RunFailed):
         return error.reason
@@ -299,7 +301,7 @@ def _request_bytes(message: str) -> int | None:
 def allocator_state() -> dict[str, Any] | None:
     """Return the accelerator allocator's counters in bytes; without one, those of this process.
 
-    None where they cannot be read any more: whoever asks is failing, and has more to say.
+    None where they can no longer be read; the original failure must still be reported.
     """
     try:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -327,7 +329,7 @@ def _device_memory() -> dict[str, Any]:
 
 
 def _process_memory() -> dict[str, Any]:
-    """Return what the kernel counts of this process; torch's CPU allocator counts nothing."""
+    """Return the kernel's counters of this process; torch's CPU allocator has none."""
     with Path("/proc/self/status").open(encoding="ascii", errors="replace") as lines:
         status = dict(line.split(":", 1) for line in lines if line.endswith(" kB\n"))
     sizes = {name: int(value.split()[0]) * 1024 for name, value in status.items()}

@@ -1,4 +1,4 @@
-"""What rank 0 tells the worker while the ranks run: phase, step, speed, time left, evaluations."""
+"""Progress that rank 0 reports to the worker: phase, step, speed, time left, evaluations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Progress:
         self._tokens_per_second: float | None = None
 
     def phase(self, phase: Phase, message: str | None = None, *, step: int | None = None) -> None:
-        """Say what the ranks do next, and after which finished step where that is news."""
+        """Report the next phase, and optionally the last finished step."""
         self._phase = phase
         self._position.phase = _PLAN_PHASES.get(phase, str(phase))
         self._append(ProgressRecord(time=time.time(), phase=phase, message=message, step=step))
@@ -53,7 +53,7 @@ class Progress:
         seconds: float,
         padding_share: float,
     ) -> None:
-        """Count a finished step of `tokens` real tokens over all ranks that took `seconds`."""
+        """Report a finished step of `tokens` real tokens over all ranks that took `seconds`."""
         self._seconds_per_step = _average(self._seconds_per_step, seconds, step)
         self._tokens_per_second = _average(self._tokens_per_second, tokens / seconds, step)
         now = time.time()

@@ -125,7 +125,7 @@ def crash_while_saving(world: World, directory: Path) -> Any:
 
     class FullDisk(TensorWriter):
         def append(self, values: Tensor) -> None:
-            if world.rank == 1 and len(self._left) < 10:
+            if world.rank == 1 and len(self._remaining) < 10:
                 raise OSError(28, "No space left on device")
             super().append(values)
 

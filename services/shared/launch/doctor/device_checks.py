@@ -1,4 +1,4 @@
-"""Checks of accelerators from outside: device files, drivers, environment, what others hold."""
+"""Checks of accelerators without torch: device files, drivers, environment, memory in use."""
 
 from __future__ import annotations
 
@@ -75,14 +75,16 @@ def _files(machine: Machine) -> Finding:
 def _driver(machine: Machine) -> Finding:
     name = "driver"
     if machine.kind is DeviceKind.CUDA:
-        told = machine.run_tool(
+        output = machine.run_tool(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         )
-        return ok(name, f"NVIDIA {told.split()[0]}") if told.split() else _no_output("nvidia-smi")
+        return (
+            ok(name, f"NVIDIA {output.split()[0]}") if output.split() else _no_output("nvidia-smi")
+        )
     if machine.kind is not DeviceKind.DCU:
         return not_applicable(name, "the crossing of driver and DTK is Hygon's")
-    told = machine.run_tool(["hy-smi", "--showdriverversion"])
-    found = re.search(r"Driver Version\W+(\d+\.\d+\.\d+)", told)
+    output = machine.run_tool(["hy-smi", "--showdriverversion"])
+    found = re.search(r"Driver Version\W+(\d+\.\d+\.\d+)", output)
     dtk = machine.dtk_version()
     if found is None or dtk is None:
         return _no_output("hy-smi --showdriverversion") if dtk else _no_dtk(name)
@@ -97,7 +99,7 @@ def _driver(machine: Machine) -> Finding:
 
 
 def _no_output(tool: str) -> Finding:
-    return warning("driver", f"{tool} says nothing", "Mount the driver's tools (/opt/hyhal).")
+    return warning("driver", f"{tool} reports nothing", "Mount the driver's tools (/opt/hyhal).")
 
 
 def _no_dtk(name: str) -> Finding:
@@ -107,7 +109,7 @@ def _no_dtk(name: str) -> Finding:
 
 
 def _runtime(machine: Machine) -> Finding:
-    """Without its directories, a DCU counts zero devices and says nothing."""
+    """Without its directories, a DCU counts zero devices without an error."""
     name = "DTK environment"
     if machine.kind is not DeviceKind.DCU:
         return not_applicable(name, "DTK is Hygon's")
@@ -217,19 +219,19 @@ def _tuning(machine: Machine) -> Finding:
 
 
 def _idle(machine: Machine) -> Finding:
-    """Memory that is taken before we start: another job, or a killed one that never let go."""
+    """Memory in use before the checks: another job, or a killed one that still holds it."""
     name = "memory in use"
     used = _used_mib(machine)
     if machine.kind is DeviceKind.CPU:
         return not_applicable(name, "no device memory")
     if not used:
-        return warning(name, "the vendor's tool does not tell", "Look at it by hand.")
+        return warning(name, "the vendor's tool does not report it", "Check it manually.")
     busy = {card: mib for card, mib in used.items() if mib > _IDLE_MIB}
     if busy:
         shown = ", ".join(f"card {card}: {mib:.0f} MiB" for card, mib in busy.items())
         return warning(
             name,
-            f"before any job of this doctor's: {shown}",
+            f"in use before the checks started: {shown}",
             "Find the process (hy-smi --showpids, nvidia-smi); a killed job may still hold memory.",
         )
     return ok(name, f"{len(used)} cards idle")
@@ -272,13 +274,13 @@ def _amount(key: str, value: Any) -> float | None:
 def _iommu(machine: Machine) -> Finding:
     name = "IOMMU"
     if machine.kind is not DeviceKind.DCU:
-        return not_applicable(name, "a trouble of PCIe DCU cards")
+        return not_applicable(name, "a problem of PCIe DCU cards")
     groups = machine.root / "sys/kernel/iommu_groups"
     translating = groups.is_dir() and any(groups.iterdir())
     if translating and "iommu=pt" not in machine.read("proc/cmdline"):
         return warning(
             name,
-            "the IOMMU translates: PCIe cards (K100_AI) may be slow among each other, hang or get lost",
+            "the IOMMU translates: PCIe cards (K100_AI) may communicate slowly, hang or disappear",
             "Switch IOMMU and ACS off in the BIOS, or boot with iommu=pt; OAM cards are not affected.",
         )
     return ok(name, "not in the way")
@@ -292,7 +294,7 @@ def _kernel_cache(machine: Machine) -> Finding:
     if path is None:
         return warning(
             name,
-            "MIOpen's cache lies in the home directory: kept over a change of DTK or card, it gives "
+            "MIOpen's cache is in the home directory: kept over a change of DTK or card, it gives "
             "wrong numbers",
             "Set MIOPEN_USER_DB_PATH to a node-local directory named by DTK version and architecture.",
         )

@@ -1,7 +1,6 @@
-"""Examines the machine it stands on: what works, what does not, and what to do about it.
+"""Examines this machine: what works, what does not, and how to fix it.
 
-What needs torch runs in a process of its own, which may crash or hang without harm: a broken runtime
-does exactly that.
+Checks that need torch run in a process of their own, since a broken runtime may crash or hang it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from services.shared.launch.doctor.machine import Finding, Machine, Status, fail
 from services.shared.launch.doctor.package_checks import check_packages
 from services.shared.launch.processes import guarded
 
-_SELFCHECK = (
-    "services.shared.training.selfcheck.checks"  # by name: launch and fsdp meet through processes
-)
+_SELFCHECK = "services.shared.training.selfcheck.checks"  # by name: launch must not import training
 _SELFCHECK_SECONDS = 300.0
 
 
@@ -59,7 +56,7 @@ def to_json(machine: Machine, findings: list[Finding], measured: dict[str, Any])
 def _selfcheck(machine: Machine) -> Iterator[Finding | dict[str, Any]]:
     """Run the checks that need torch and yield what they print, one JSON object a line.
 
-    A check that announced itself and never answered is the one that crashed or hung.
+    A check that began and reported nothing is the one that crashed or hung.
     """
     device = "cpu" if machine.kind is DeviceKind.CPU else "accelerator"
     process = subprocess.Popen(
@@ -101,7 +98,7 @@ def _message(line: str) -> dict[str, Any]:
 
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no error output"
 
 
 _KNOWN_ERRORS = (
@@ -119,4 +116,4 @@ def _remedy_of(errors: str) -> str:
     for text, remedy in _KNOWN_ERRORS:
         if text in errors:
             return remedy
-    return "Run `python -m services.shared.training.selfcheck.checks` by hand and read its whole output."
+    return "Run `python -m services.shared.training.selfcheck.checks` manually and read its whole output."

@@ -85,7 +85,7 @@ def _locked_memory(machine: Machine) -> Finding:
 
 
 def _core_dumps() -> Finding:
-    """A crash on a DCU dumps 2 GB of core into the working directory; ranks are kept from it."""
+    """A crash on a DCU dumps 2 GB of core into the working directory; ranks dump none."""
     limit = resource.getrlimit(resource.RLIMIT_CORE)[0]
     here = "off" if limit == 0 else "on for other programs (ulimit -c 0 stops them)"
     return ok("core dumps", f"ranks dump none; here they are {here}")
@@ -129,7 +129,7 @@ def _numa(machine: Machine) -> Finding:
 
 
 def _oom_counter(machine: Machine) -> Finding:
-    """A rank killed for memory leaves no word; only these counters tell it from any other kill."""
+    """A rank killed for memory leaves no message; only these counters tell it from any other kill."""
     counters = OomCounters(root=machine.root)
     counters.track([os.getpid()])
     if counters.killed() is None:

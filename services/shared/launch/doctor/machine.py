@@ -26,7 +26,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what is there, and what to do about it where something is wrong."""
+    """The result of one check, with a remedy where something is wrong."""
 
     name: str
     status: Status
@@ -52,7 +52,7 @@ def not_applicable(name: str, why: str) -> Finding:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks look at; tests put other files and answers in its place."""
+    """What the checks read; tests substitute other files and tool output."""
 
     kind: DeviceKind
     root: Path = Path("/")

@@ -1,4 +1,4 @@
-"""Checkpoints: every rank's shards in one safetensors file of its own, whole or not there at all.
+"""Checkpoints: one safetensors file of local shards per rank; complete or ignored.
 
     checkpoints/step-00000120/rank-00000.safetensors   this rank's ranges of parameters and moments
     checkpoints/step-00000120/rank-00000.json          which ranges they are, size and crc32
@@ -6,8 +6,8 @@
 
 Why not torch.distributed.checkpoint: its index is a pickle, and on torch 2.5 its reader unpickles
 more than that. Ranges make a checkpoint readable by any number of ranks: a rank reads from each file
-what overlaps its own shards. A checkpoint is written aside and renamed; only then are older ones
-removed, so a crash or a full disk while saving leaves the last good one untouched.
+what overlaps its own shards. A checkpoint is written to a temporary directory and renamed; only then are
+older ones removed, so a crash or a full disk while saving leaves the last good one untouched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _READ_BYTES = 8 * 2**20
 
 
 class CheckpointManifest(BaseModel):
-    """What a complete checkpoint is."""
+    """The content of COMPLETE."""
 
     format: int = 1
     job_id: str
@@ -72,13 +72,13 @@ def save(
 ) -> Path:
     """Write one checkpoint, on all ranks, and return its path. Raises OSError on any rank."""
     final = directory / (name or f"step-{step:08d}")
-    aside = shared_partial_path(final)
+    partial = shared_partial_path(final)
     if world.is_first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     world.barrier()
     if world.is_first or not sharded.replicated:
-        _write_rank(aside, sharded, optimizer, world.rank)
+        _write_rank(partial, sharded, optimizer, world.rank)
     world.barrier()
     if world.is_first:
         saved = CheckpointManifest(
@@ -89,24 +89,24 @@ def save(
             optimizer=sharded.recipe.optimizer if optimizer is not None else None,
             loop=dict(loop),
         )
-        write_json(aside / COMPLETE, saved)
-        sync(aside)
-        _replace(aside, final)
+        write_json(partial / COMPLETE, saved)
+        sync(partial)
+        _replace(partial, final)
         sync(directory)
     world.barrier()
     return final
 
 
-def _replace(aside: Path, final: Path) -> None:
-    """Rename, also where a checkpoint of that name exists already."""
+def _replace(partial: Path, final: Path) -> None:
+    """Rename `partial` to `final`, replacing an existing checkpoint of that name."""
     if final.exists():
         old = final.with_name(f".{final.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-        aside.rename(final)
+        partial.rename(final)
         shutil.rmtree(old, ignore_errors=True)
     else:
-        aside.rename(final)
+        partial.rename(final)
 
 
 def retain(directory: Path, count: int, world: World) -> None:
@@ -128,7 +128,7 @@ def latest(*directories: Path | None) -> Path | None:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """Return what a checkpoint says of itself. Raises RunFailed(BAD_CHECKPOINT)."""
+    """Return the manifest of a checkpoint. Raises RunFailed(BAD_CHECKPOINT)."""
     try:
         return CheckpointManifest.model_validate_json((path / COMPLETE).read_bytes())
     except (OSError, ValidationError) as error:
@@ -143,13 +143,13 @@ def restore(path: Path, sharded: Sharded, optimizer: Optimizer | None) -> Checkp
     saved = read_manifest(path)
     ours = {shard.name: list(shard.shape) for shard in sharded.shards}
     if saved.parameters != ours:
-        odd = sorted(
+        different = sorted(
             name
             for name in saved.parameters.keys() | ours.keys()
             if saved.parameters.get(name) != ours.get(name)
         )
         raise RunFailed(
-            Reason.BAD_CHECKPOINT, f"{path} is of another model: {', '.join(odd[:5])} differ"
+            Reason.BAD_CHECKPOINT, f"{path} is of another model: {', '.join(different[:5])} differ"
         )
     if optimizer is not None and saved.optimizer != sharded.recipe.optimizer:
         raise RunFailed(
@@ -181,7 +181,7 @@ def _write_rank(directory: Path, sharded: Sharded, optimizer: Optimizer | None, 
             writer.append(value)
         writer.close()
     except BaseException:
-        # A full disk must leave room for the report of the failure.
+        # Free the space, so that the failure can still be reported on a full disk.
         writer.abandon()
         path.unlink(missing_ok=True)
         raise
@@ -200,7 +200,7 @@ def _tensors(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[st
 
 
 class _RankReader:
-    """One rank's file of a checkpoint."""
+    """One rank's file of a checkpoint, open for reading."""
 
     def __init__(self, file: TensorFile, ranges: dict[str, tuple[int, int]]) -> None:
         self.file = file

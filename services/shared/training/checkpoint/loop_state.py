@@ -1,4 +1,4 @@
-"""Where a training loop stands between two steps, and how it is kept and found again.
+"""The state of a training loop between two steps, and how it is saved and restored.
 
 Everything else about a loop follows from its seed and its spec.
 """
@@ -31,7 +31,7 @@ class Best(BaseModel):
 
 
 class LoopState(BaseModel):
-    """Where the loop stands."""
+    """The state of a training loop between two steps."""
 
     step: int = 0  # finished steps
     evaluated_step: int = 0  # the last one after which the model was evaluated
@@ -41,7 +41,7 @@ class LoopState(BaseModel):
     padded_tokens: int = 0
     seconds: float = 0.0
     epoch_seconds: list[float] = []
-    finished: bool = False  # early stopping has spoken
+    finished: bool = False  # stopped early
 
     @property
     def padding_share(self) -> float:
@@ -49,7 +49,7 @@ class LoopState(BaseModel):
         return 1 - self.real_tokens / max(1, self.padded_tokens)
 
     def summary(self, steps_per_epoch: int) -> dict[str, Any]:
-        """Return what a report says of the loop beside its evaluation."""
+        """Return what a report contains about the loop, without its evaluation."""
         best = self.best.step if self.best else self.step
         return {
             "best_step": best,
@@ -76,7 +76,7 @@ class LoopState(BaseModel):
         self.epoch_seconds[epoch] += seconds
 
     def record_evaluation(self, found: dict[str, Any]) -> bool:
-        """Say whether an evaluation is the best so far: by macro-F1, then by loss."""
+        """Record an evaluation; return whether it is the best so far, by macro-F1, then by loss."""
         self.evaluated_step = self.step
         key = (found["macro_f1"], -found["loss"])
         if self.best is not None and key <= (self.best.macro_f1, -self.best.loss):
@@ -90,7 +90,7 @@ class LoopState(BaseModel):
 
 
 def resume(run: RunDirectory, task: RunInput, sharded: Sharded, optimizer: Optimizer) -> LoopState:
-    """Return to the latest checkpoint of this or an earlier attempt, if there is one."""
+    """Restore the latest checkpoint of this or an earlier attempt; return a new state without one."""
     path = checkpoint.latest(run.checkpoints, task.resume_dir)
     if path is None:
         return LoopState()
@@ -106,7 +106,7 @@ def save(
     world: World,
     state: LoopState,
 ) -> None:
-    """Write a checkpoint to resume from, then remove the oldest."""
+    """Save a checkpoint to resume from, then remove the oldest."""
     checkpoint.save(
         run.checkpoints,
         sharded,
@@ -123,7 +123,7 @@ def save(
 def save_best(
     run: RunDirectory, task: RunInput, sharded: Sharded, world: World, state: LoopState
 ) -> None:
-    """Keep the weights of the best evaluation aside."""
+    """Save the weights of the best evaluation separately."""
     checkpoint.save(
         run.checkpoints,
         sharded,
@@ -138,18 +138,18 @@ def save_best(
 
 
 def restore_best(run: RunDirectory, task: RunInput, sharded: Sharded, state: LoopState) -> None:
-    """Put the weights of the best evaluation back. Raises RunFailed(BAD_CHECKPOINT)."""
+    """Restore the weights of the best evaluation. Raises RunFailed(BAD_CHECKPOINT)."""
     if state.best is None or state.best.step == state.step:
         return
-    places = [run.checkpoints, *([task.resume_dir] if task.resume_dir else [])]
-    for place in places:
-        path: Path = place / _best_name(state.best.step)
+    directories = [run.checkpoints, *([task.resume_dir] if task.resume_dir else [])]
+    for directory in directories:
+        path: Path = directory / _best_name(state.best.step)
         if (path / checkpoint.COMPLETE).exists():
             checkpoint.restore(path, sharded, None)
             return
     raise RunFailed(
         Reason.BAD_CHECKPOINT,
-        f"the best weights (step {state.best.step}) are no longer in {places[-1]}",
+        f"the best weights (step {state.best.step}) are no longer in {directories[-1]}",
     )
 
 

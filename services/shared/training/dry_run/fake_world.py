@@ -1,8 +1,8 @@
-"""Runs what the ranks run without the memory and without the other ranks.
+"""An environment that runs the code of a rank without its memory and without the other ranks.
 
 Tensors have shapes and no values (FakeTensorMode), collectives return at once (torch's `fake` process
-group). Code that reads a value is told 1, or False: the loss is finite, no two buffers are equal, and
-an attention mask has holes.
+group). Code that reads a value gets 1, or False: the loss is finite, no two buffers are equal, and
+an attention mask has masked positions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.shared.jobs.run_directory import RunDirectory
 from services.shared.training.dry_run.live_storage import replaced
 from services.shared.training.process import StopWatch, World
 
-# torch 2.5 has no such question, and shards by FSDP1, which knows no DTensor.
+# Absent from torch 2.5, which shards by FSDP1, without DTensor.
 _SHAPES = (
     [(sharding_prop, "detect_fake_mode", lambda *_: None)]
     if hasattr(sharding_prop, "detect_fake_mode")
@@ -35,13 +35,13 @@ _SHAPES = (
 
 @contextmanager
 def fake_world(ranks: int) -> Iterator[World]:
-    """Be rank 0 of `ranks`; inside, every new tensor is a fake one."""
+    """Yield the world of rank 0 of `ranks`; inside, every new tensor is a fake tensor."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     stopping = StopWatch(RunDirectory(Path()), rank=1)  # only rank 0 would look for a file
     try:
         with ExitStack() as stack:
             for owner, name, value in (
-                # DTensor would take our mode for its own questions about shapes.
+                # DTensor would otherwise use our mode for its own shape propagation.
                 *_SHAPES,
                 # Or transformers (5.24) builds the mask that it leaves out in a real run.
                 (masking_utils, "is_tracing", lambda *_: False),
@@ -58,7 +58,7 @@ def fake_world(ranks: int) -> Iterator[World]:
 
 
 class _ScalarReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers where code reads a value."""
+    """Returns a placeholder where code reads a scalar."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -69,7 +69,7 @@ class _ScalarReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _ListReads(TorchFunctionMode):
-    """Answers where code reads a list of values, which torch does without an operator."""
+    """Returns placeholders where code reads a list, which torch does without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and isinstance(args[0], FakeTensor):

@@ -1,6 +1,6 @@
-"""Counts what is really alive: every storage that an operator makes, until the last tensor of it goes.
+"""Counts live memory: every storage that an operator makes, until its last tensor is freed.
 
-On an accelerator the caching allocator knows; elsewhere, and under fake tensors, nobody does. Bytes
+On an accelerator the caching allocator counts it; elsewhere, and under fake tensors, nothing does. Bytes
 are rounded up to blocks as that allocator would. Not seen: what a kernel allocates for itself.
 """
 
@@ -21,13 +21,13 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# gloo's threads say that they are done before they drop the tensors; on a busy machine long before.
-_LET_GO_SECONDS = 0.01
+# gloo's threads report completion before they release the tensors; on a busy machine long before.
+_RELEASE_SECONDS = 0.01
 BLOCK_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
 
 
 class Section(NamedTuple):
-    """A stretch of time that a peak is told for; steps count from 1, micro-batches from 0."""
+    """A period whose peak is recorded; steps count from 1, micro-batches from 0."""
 
     phase: str
     step: int = 0
@@ -53,10 +53,10 @@ class Peak:
 
 
 class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, counts live storages; `section` says what peaks are told for.
+    """While entered, counts live storages; `section` names the period of a peak.
 
     Outside of a section storages are counted, too, but no peak is kept. With `real` (collectives that
-    are run) it gives their threads the time to let go of what they have sent.
+    are run) it gives their threads time to release what they have sent.
     """
 
     def __init__(self, *, real: bool = False) -> None:
@@ -75,7 +75,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind is DTensor for kind in types):
             return NotImplemented  # it calls operators on its local parts: those are counted
         if self._after_collective:
-            time.sleep(_LET_GO_SECONDS)
+            time.sleep(_RELEASE_SECONDS)
         self._after_collective = self._real and func.namespace == "c10d"
         result = func(*args, **(kwargs or {}))
         if not self._shapes_only:
@@ -86,7 +86,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def section(self, phase: str, *, step: int = 0, micro_batch: int = 0) -> Iterator[None]:
-        """Keep the peak of what is done inside."""
+        """Record the peak of what runs inside."""
         before, self._section = self._section, Section(phase, step, micro_batch)
         self.peaks[self._section] = Peak(self.live_bytes)
         try:
@@ -96,12 +96,12 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def alive_at_peak(self) -> list[tuple[Origin, int, int]]:
-        """What was alive at the highest peak: (origin, how many alike, bytes of all), largest first."""
+        """The storages alive at the highest peak: (origin, their number, their bytes), largest first."""
         alive = self._live if self._at_highest is None else self._at_highest
         total: Counter[Origin] = Counter()
         number: Counter[Origin] = Counter()
         for size, origin in alive.values():
-            if size:  # not lent and taken back
+            if size:  # not resized to nothing
                 total[origin] += size
                 number[origin] += 1
         return [(origin, number[origin], size) for origin, size in total.most_common()]
@@ -119,7 +119,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._resize(key, storage.nbytes())
 
     def _resize(self, key: int, size_bytes: int) -> None:
-        """Count a storage at its present size; FSDP lends and takes back by resizing."""
+        """Count a storage at its present size; FSDP allocates and frees by resizing."""
         before, origin = self._live[key]
         size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         if size < before:
@@ -140,13 +140,13 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= self._live.pop(key)[0]
 
     def _save_peak(self) -> None:
-        """Keep what is alive, if that is the highest yet: something is about to go."""
+        """Save the live storages before one is freed, if this is the highest peak so far."""
         if self._at_highest is None and self.live_bytes == self._highest:
             self._at_highest = dict(self._live)
 
     @contextmanager
     def counting(self) -> Iterator[LiveStorage]:
-        """Enter the mode, see resized storages, and overlook DTensor while it only asks for shapes."""
+        """Enter the mode, track resized storages, and ignore what DTensor makes to propagate shapes."""
         resize, propagate = _resize_storage, _propagate
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -181,7 +181,7 @@ _propagate = getattr(ShardingPropagator, _PROPAGATE)
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class for a while."""
+    """Replace an attribute of a module or class inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 -m services.shared.training.dry_run.trace REQUEST.json... --real
 
 The model is built, sharded and stepped by the code that trains, in the order of the trainer's loop; a
-distillation asks its teacher before each forward pass, as the distiller's loop does (its loss on the
-answers, a few numbers for each text, is left out). With `--real` the same runs with values on gloo
+distillation runs its teacher before each forward pass, as the distiller's loop does (its loss on the
+logits, a few numbers for each text, is left out). With `--real` the same runs with values on gloo
 ranks, and must give the same peaks. What a dry run cannot see: the kernels that an accelerator would
 choose, their workspaces, the collectives' buffers, fragmentation.
 """
@@ -64,7 +64,7 @@ class TraceRequest(BaseModel):
     accumulate: int = Field(1, ge=1)
     padded: bool = Field(False, description="All texts of a micro-batch but one are shorter.")
     steps: int = Field(2, ge=1)
-    teacher: dict[str, Any] | None = Field(None, description="The config of a teacher beside it.")
+    teacher: dict[str, Any] | None = Field(None, description="The config of a frozen teacher.")
     teacher_heads: list[int] = []
     teacher_placement: Literal["sharded", "replicated"] = "sharded"
 
@@ -81,7 +81,7 @@ class TracedPhase(BaseModel):
 
 
 class Alive(BaseModel):
-    """Storages alike that were alive at the peak."""
+    """Storages of one origin that were alive at the peak."""
 
     what: str
     since: str  # the phase that made them
@@ -90,7 +90,7 @@ class Alive(BaseModel):
 
 
 class Trace(BaseModel):
-    """What a rank took; `alive` is what was alive at the peak, the largest first."""
+    """The memory of one rank; `alive` lists the storages alive at the peak, largest first."""
 
     rank: int
     engine: Engine
@@ -103,13 +103,13 @@ class Trace(BaseModel):
 
 
 def trace(request: TraceRequest) -> Trace:
-    """Return what rank 0 takes, from a dry run."""
+    """Return the trace of rank 0 from a dry run."""
     with fake_world(request.ranks) as world:
         return _trace(request, world, prepare=None)
 
 
 def trace_on_ranks(requests: Sequence[TraceRequest]) -> list[Trace]:
-    """Return what this rank takes in real runs; torchrun's environment describes the ranks."""
+    """Return the traces of real runs on this rank; torchrun's environment describes the ranks."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     stopping = StopWatch(RunDirectory(Path()), rank=1)
@@ -140,7 +140,7 @@ def _trace(
     heads = _heads(request.heads)
     live = LiveStorage(real=prepare is not None)
     run = _Run(request, world, live, heads, _texts(request, heads, config.vocab_size))
-    # A device mesh reads the ranks that it is made of, and stays on the host.
+    # A device mesh reads the values of its rank tensor, which stays on the host.
     mesh = replaced(shard_module, "init_device_mesh", _outside(init_device_mesh))
     with mesh, live.counting():
         with live.section("wrap"):
@@ -191,7 +191,7 @@ def _train(
 
 
 def _evaluate(run: _Run, sharded: Sharded) -> None:
-    """Take one step of predictions.predict_split."""
+    """Take one step of evaluation.predict_split."""
     sharded.module.eval()
     with torch.no_grad():
         batch = _device_batch(run)
@@ -225,7 +225,7 @@ def _teacher(request: TraceRequest, world: World) -> Sharded | Classifier:
 
 
 def _device_batch(run: _Run) -> Batch:
-    """Return a micro-batch on the device: on a CPU, copies of the host's tensors stand for it."""
+    """Return a micro-batch on the device: on a CPU, copies stand in for the transfer."""
     batch = collate(run.texts, range(run.request.micro_batch), PAD_ID).to(run.world.device)
     mask = batch.attention_mask
     return replace(
@@ -253,7 +253,7 @@ def _texts(request: TraceRequest, heads: list[Head], vocabulary: int) -> Tokenis
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a function outside of all modes, with real tensors that nobody counts."""
+    """Call a function outside of all modes, with real tensors that are not counted."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():

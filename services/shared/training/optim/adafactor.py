@@ -25,7 +25,7 @@ CLIP = 1.0  # their d
 
 
 class Adafactor:
-    """The rule; rows and columns are whole on every rank, vectors' moments cut like the shard."""
+    """The update rule; row and column means are whole on every rank, vectors' moments cut like the shard."""
 
     whole: frozenset[str] = frozenset({"row_var", "col_var"})
     blocks: Mapping[str, int] = MappingProxyType({})
@@ -108,6 +108,6 @@ class Adafactor:
         return self._state
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one shard."""
+        """Restore the state of one shard."""
         device = self._devices[name]
         self._state[name] = {key: value.to(device) for key, value in state.items()}

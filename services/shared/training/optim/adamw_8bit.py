@@ -1,7 +1,7 @@
 """AdamW whose moments take one byte each: codes into a table, and a scale for every 256 of them.
 
 Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (block size, table, rounding to the
-nearest entry); the update itself is made of the moments before they are rounded. Plain torch operators
+nearest entry); the update itself uses the moments before they are rounded. Plain torch operators
 on any device: torchao 0.18, whose optimizer has the same format, compiles a kernel for every shape and
 does not import on torch 2.5; bitsandbytes has no build for DCU.
 """
@@ -25,7 +25,7 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
 
 
 class AdamW8Bit(ChunkedAdamW):
-    """The rule. Blocks are counted from the start of each shard."""
+    """The update rule. Blocks are counted from the start of each shard."""
 
     blocks: Mapping[str, int] = MappingProxyType({f"{key}_scale": BLOCK for key in _MOMENTS})
     chunk_elements = 4 * 2**20  # a multiple of BLOCK
@@ -58,7 +58,7 @@ class AdamW8Bit(ChunkedAdamW):
             round_into(parameter, updated, generator)
 
     def _empty(self, like: Tensor) -> dict[str, Tensor]:
-        """Return moments of nothing: whatever the codes, their scales are 0."""
+        """Return moments of value zero: all scales are 0, whatever the codes."""
         state = {}
         for key in _MOMENTS:
             state[key] = torch.zeros_like(like, dtype=torch.uint8)
@@ -84,10 +84,10 @@ class AdamW8Bit(ChunkedAdamW):
 
     @torch.no_grad()
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one shard; scales come for each element.
+        """Restore the state of one shard; scales come for each element.
 
-        Where the shard is cut as it was saved, its blocks come back to the bit; elsewhere a block may
-        have had several scales, and is encoded anew.
+        Where the shard has the range it was saved with, its blocks are restored to the bit; otherwise a
+        block may have had several scales, and is encoded again.
         """
         found: dict[str, Tensor] = {}
         for key in _MOMENTS:

@@ -1,7 +1,7 @@
 """AdamW with parameters and moments in bfloat16, rounded stochastically.
 
 Rounding to nearest would lose every update below 2^-9 of a value: a second moment that decays by
-0.1 % a step would never move (see `rounding`).
+0.1 % a step would never move (see `stochastic_rounding`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.shared.training.optim.stochastic_rounding import round_into
 
 
 class AdamWBf16(ChunkedAdamW):
-    """The rule."""
+    """The update rule."""
 
     blocks: Mapping[str, int] = MappingProxyType({})
     chunk_elements = 16 * 2**20
@@ -54,5 +54,5 @@ class AdamWBf16(ChunkedAdamW):
         round_into(parameter, updated, generator)
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the moments of one shard."""
+        """Restore the moments of one shard."""
         self._state[name] = state

@@ -1,4 +1,4 @@
-"""What the variants of AdamW with small moments share: shards are updated a chunk at a time."""
+"""The base of AdamW variants with small moments: shards are updated a chunk at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.shared.training.sharding.shard import LocalShard
 
 
 class ChunkedAdamW:
-    """The rule without its moments; temporaries in float32 are bounded by the chunk.
+    """The update rule without its moments; temporaries in float32 are bounded by the chunk.
 
     Its random numbers depend on seed, step, rank and parameter, so none need be saved.
     """

@@ -40,11 +40,11 @@ class Optimizer(Protocol):
     rule: UpdateRule
 
     def before_backward(self, *, learning_rate: float, step: int, part: int, parts: int) -> None:
-        """Say which micro-batch of which step the coming backward pass is; both count from 0."""
+        """Announce micro-batch `part` of `parts` of a step; `step` and `part` count from 0."""
         ...
 
     def step(self) -> float | None:
-        """Apply what is not applied yet, free all gradients, return the norm before clipping.
+        """Apply the remaining gradients, free them all, and return the norm before clipping.
 
         The norm is None where none was measured. Raises RunFailed(NON_FINITE_LOSS) on all ranks
         for a gradient that is not finite.
@@ -83,6 +83,8 @@ def learning_rate(step: int, total: int, training: Training) -> float:
 
 
 class StepOptimizer:
+    """Applies all gradients at the end of a step."""
+
     def __init__(self, sharded: Sharded, rule: UpdateRule, training: Training) -> None:
         self.rule = rule
         self._sharded = sharded
@@ -103,7 +105,7 @@ class StepOptimizer:
 
 
 class BackwardOptimizer:
-    """FSDP2: a hook on every sharded parameter counts; the last one of a unit applies the unit."""
+    """FSDP2: hooks count the gradients of each unit; the last of them applies the unit."""
 
     def __init__(self, sharded: Sharded, rule: UpdateRule, training: Training) -> None:
         self.rule = rule
@@ -151,7 +153,7 @@ class BackwardOptimizer:
 
 
 class Fsdp1BackwardOptimizer:
-    """FSDP1: it looks for `_in_backward_optimizers` on each parameter once a unit is reduced.
+    """FSDP1: calls `_in_backward_optimizers` of each parameter once its unit is reduced.
 
     That is the contract of torch.distributed.optim._apply_optimizer_in_backward; its own objects
     cannot wait for the last micro-batch, ours can.
@@ -203,7 +205,7 @@ class Fsdp1BackwardOptimizer:
 
 
 class _ShardOptimizer:
-    """What FSDP1 calls: `step` with the gradient in place, then `zero_grad`."""
+    """The interface that FSDP1 calls: `step` with the gradient set, then `zero_grad`."""
 
     def __init__(self, owner: Fsdp1BackwardOptimizer, shard: LocalShard) -> None:
         self._owner, self._piece = owner, shard
@@ -212,7 +214,7 @@ class _ShardOptimizer:
         self._owner.apply(self._piece)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Leave the gradient: `apply` has freed it, or the step needs it for its last part."""
+        """Keep the gradient: `apply` has freed it, or the last micro-batch still needs it."""
 
 
 def unit_limit(max_grad_norm: float | None, num_units: int) -> float | None:
@@ -231,7 +233,7 @@ def clip(
 ) -> float:
     """Scale gradients down to the norm `limit` and return the norm before, over all ranks.
 
-    `summed` says that every rank holds another part. Raises RunFailed where it is not finite.
+    `summed` is true where each rank holds a different part. Raises RunFailed where it is not finite.
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
     for gradient in gradients:

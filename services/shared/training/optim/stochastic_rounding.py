@@ -1,4 +1,4 @@
-"""Rounding float32 to bfloat16 up or down by chance, so that small updates survive on average.
+"""Rounding float32 to bfloat16 up or down at random, so that small updates survive on average.
 
 Gupta et al. 2015, "Deep learning with limited numerical precision"; Zamirai et al. 2020, "Revisiting
 BFloat16 training".
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class SeededGenerators:
-    """Random generators that depend on seed, rank and a label alone, so none need be saved."""
+    """Random generators that depend only on seed, rank and a label, so none need be saved."""
 
     def __init__(self, *, seed: int, rank: int) -> None:
         self._prefix = f"{seed}/{rank}"
@@ -28,10 +28,10 @@ class SeededGenerators:
 
 
 def round_into(target: Tensor, values: Tensor, generator: torch.Generator) -> None:
-    """Write float32 `values` into a bfloat16 target, up or down with odds by distance.
+    """Write float32 `values` into a bfloat16 target, up or down with probability by distance.
 
     A float32 holds a bfloat16 in its upper 16 bits: adding 16 random bits carries into them exactly
-    as often as the lower bits are far from zero. Non-finite values are written as they are. A float32
+    as often as the lower bits are far from zero. Non-finite values are copied unchanged. A float32
     target is written exactly.
     """
     if target.dtype != torch.bfloat16:

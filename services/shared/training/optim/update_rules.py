@@ -38,9 +38,9 @@ class UpdateRule(Protocol):
         ...
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one shard; what is whole comes on the host.
+        """Restore the state of one shard; keys in `whole` arrive on the host.
 
-        Of blocks comes the value for each element: they may have been cut elsewhere.
+        Keys in `blocks` arrive expanded to one value per element: block bounds may differ.
         """
 
 
@@ -62,12 +62,12 @@ def build_rule(sharded: Sharded, training: Training, *, rank: int) -> UpdateRule
 
 
 class TorchRule:
-    """AdamW or SGD of torch: one instance for all shards, or one each where they are applied apart.
+    """AdamW or SGD of torch: one instance for all shards, or one each where they are applied separately.
 
     SGD decays weights in place first: without momentum that is the same update, and torch's foreach
     would hold a second copy of every gradient for it.
 
-    With `offload = "optimizer"` the moments live on the host: gradient and parameter go there one
+    With `offload = "optimizer"` the moments stay on the host: gradient and parameter go there one
     shard at a time, and the updated parameter comes back.
     """
 
@@ -150,7 +150,7 @@ class TorchRule:
         }
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Put back the state of one shard."""
+        """Restore the state of one shard."""
         parameter = self._parameters.get(name)
         if parameter is None:
             return
@@ -172,9 +172,9 @@ def _decay(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _torch_optimizer(recipe: Recipe, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return torch's optimizer with exactly the implementation asked for, never its default."""
+    """Return torch's optimizer with exactly the implementation of the recipe, never its default."""
     fused, foreach = recipe.optimizer_impl == "fused", recipe.optimizer_impl == "foreach"
     if recipe.optimizer == "sgd":
-        apart = [group | {"decay_in_place": group.pop("weight_decay")} for group in groups]
-        return torch.optim.SGD(apart, lr=0.0, fused=fused, foreach=foreach)
+        undecayed = [group | {"decay_in_place": group.pop("weight_decay")} for group in groups]
+        return torch.optim.SGD(undecayed, lr=0.0, fused=fused, foreach=foreach)
     return torch.optim.AdamW(groups, lr=0.0, fused=fused, foreach=foreach)

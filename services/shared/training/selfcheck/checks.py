@@ -1,7 +1,7 @@
 """The doctor's checks that need torch: `python -m services.shared.training.selfcheck.checks cpu|accelerator`.
 
 Prints one JSON object a line: {"begins": name} before each check, then {"name", "status", "detail",
-"remedy"}, and {"measured": {...}}. So a check that kills the process is known by its name.
+"remedy"}, and {"measured": {...}}. So a check that kills the process can be named.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
         _report(name, check)
     usable = not on_cpu and torch.cuda.is_available()
     if not on_cpu and not usable:
-        return  # the runtime check has said why
+        return  # the runtime check has reported why
     device = torch.device("cuda", 0) if usable else torch.device("cpu")
     if usable:
         _emit({"begins": "context"})
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _report(name: str, check: Callable[[], Result]) -> None:
-    """Run one check; what it raises is its finding."""
+    """Run one check; an exception is its finding."""
     _emit({"begins": name})
     try:
         result = check()
@@ -234,7 +234,7 @@ def _checkpointing(device: torch.device) -> Result:
         return (
             _FAILED,
             f"it saves nothing ({saved[0]} bytes without, {saved[1]} with)",
-            "This transformers renamed its switch; tell us the version.",
+            "This transformers renamed its switch; report the version.",
         )
     return _OK, f"{saved[1]} bytes kept for the backward pass instead of {saved[0]}", ""
 

@@ -39,7 +39,7 @@ _SHAPE = {
 
 
 def check_ranks(device: torch.device) -> tuple[dict[str, Result], dict[str, Any]]:
-    """Return the findings by name, and what was measured, from ranks started for it."""
+    """Return the findings by name, and the measurements, from ranks started for this check."""
     size = 2 if device.type == "cpu" else min(torch.cuda.device_count(), _MOST_RANKS)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
@@ -95,7 +95,7 @@ def _findings(
 
 
 def _sharding(observed: list[dict[str, Any]], size: int) -> Result:
-    """Look after wrapping, on every rank: what each holds, and how many units there are."""
+    """Compare what every rank holds after wrapping with what is expected, and count the units."""
     for rank, seen in enumerate(observed):
         if seen["sharded_units"] != seen["expected_units"]:
             return (
@@ -122,7 +122,7 @@ def _sharding(observed: list[dict[str, Any]], size: int) -> Result:
 
 
 def _rank(rank: int, size: int, kind: str, scratch: str) -> None:
-    """Run on one rank; write what it found, also when it fails."""
+    """Run the checks on one rank; write its report, also when it fails."""
     report: dict[str, Any] = {}
     try:
         report = _examine(rank, size, kind, scratch)

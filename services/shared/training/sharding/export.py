@@ -46,30 +46,30 @@ def export_artifact(
     *,
     max_length: int,
 ) -> Path:
-    """Write an artifact's weights, tokenizer and golden texts, on all ranks; return where.
+    """Write an artifact's weights, tokenizer and golden texts, on all ranks; return its directory.
 
-    The first of `texts` are recorded with what the sharded model answers. The directory lies beside
-    `run.export`, until `publish_export` gives it that name. Raises OSError on rank 0.
+    The first of `texts` are recorded with the predictions of the sharded model. The directory is a
+    temporary one, until `publish_export` renames it to `run.export`. Raises OSError on rank 0.
     """
     sharded.module.eval()
     golden = record_golden(sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length)
     sharded.reshard()
-    aside = shared_partial_path(run.export)
+    partial = shared_partial_path(run.export)
     if world.is_first:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     world.barrier()
-    export_weights(sharded, aside, world)
+    export_weights(sharded, partial, world)
     if world.is_first:
-        tokenizer.save_pretrained(str(aside))
-        save_golden(aside, golden)
-    return aside
+        tokenizer.save_pretrained(str(partial))
+        save_golden(partial, golden)
+    return partial
 
 
-def publish_export(run: RunDirectory, aside: Path) -> None:
-    """Give a sealed artifact its name."""
+def publish_export(run: RunDirectory, partial: Path) -> None:
+    """Rename a sealed artifact to `run.export`."""
     shutil.rmtree(run.export, ignore_errors=True)
-    aside.rename(run.export)
+    partial.rename(run.export)
 
 
 def export_weights(

@@ -1,8 +1,8 @@
-"""Filling a sharded classifier: each rank reads its own ranges from the files, and proves it did.
+"""Loading a sharded classifier: each rank reads its own ranges from the files and verifies them.
 
-The host never holds more than a chunk of a tensor. After loading, every shard is summed again where
-it lies and compared with the sum of what the file gave: a parameter that nothing filled, or that
-something overwrote, stops the run before the first step.
+The host never holds more than a chunk of a tensor. After loading, every shard is summed again on its
+device and compared with the sum of what was read: a parameter that was not filled, or was
+overwritten, stops the run before the first step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Checksums:
         self._sums[name] = (plain + one) % 2**63, (weighted + other) % 2**63
 
     def verify(self, shards: Iterable[LocalShard]) -> None:
-        """Compare with what the shards hold now. Raises RunFailed, naming the parameters."""
-        wrong = []
+        """Compare with the current content of the shards. Raises RunFailed, naming the parameters."""
+        mismatched = []
         for shard in shards:
             held = Checksums()
             held._sums[shard.name] = (0, 0)
@@ -53,12 +53,12 @@ class Checksums:
                 held.add(shard.name, part.cpu(), at=at)
             expected = self._sums.get(shard.name)
             if expected is None or held._sums[shard.name] != expected:
-                wrong.append(shard.name)
-        if wrong:
+                mismatched.append(shard.name)
+        if mismatched:
             raise RunFailed(
                 Reason.BAD_MODEL,
-                f"{len(wrong)} parameters do not hold what was loaded for them, first of them "
-                f"{', '.join(wrong[:5])}: nothing was trained",
+                f"{len(mismatched)} parameters do not hold what was loaded for them, first of them "
+                f"{', '.join(mismatched[:5])}: nothing was trained",
             )
 
 
@@ -88,13 +88,13 @@ def load_pretrained(
     """
     sums = Checksums()
     with fail_with(Reason.BAD_MODEL), ExitStack() as stack:
-        where = _open_weights(directory, stack)
+        files = _open_weights(directory, stack)
         backbone: Any = sharded.classifier.backbone
         for shard in sharded.shards:
             if shard.name.startswith(_BACKBONE):
                 name = source_name(shard.name.removeprefix(_BACKBONE))
-                key = _key(name, where, prefix=backbone.base_model_prefix)
-                _fill_from_file(shard, where[key], key, sums)
+                key = _key(name, files, prefix=backbone.base_model_prefix)
+                _fill_from_file(shard, files[key], key, sums)
     _fill_linears(sharded, seed, heads, sums)
     sums.verify(sharded.shards)
 
@@ -152,7 +152,7 @@ def _draw(
 def _fill_linears(
     sharded: Sharded, seed: int, heads: Mapping[str, Tensor] | None, sums: Checksums
 ) -> None:
-    """Fill what stands on the backbone: heads, and a student's projections."""
+    """Fill the heads, and a student's projections."""
     first = initial_heads(sharded.classifier, seed) if heads is None else heads
     values = {f"{_HEADS}{name}": value for name, value in first.items()}
     for name, value in initial_projections(sharded.classifier, seed).items():
@@ -234,7 +234,7 @@ def _fill_from_file(shard: LocalShard, file: TensorFile, key: str, sums: Checksu
 
 
 def _put(shard: LocalShard, values: Tensor, at: int, sums: Checksums) -> None:
-    """Copy some of a shard's elements to where they belong, and remember their sum."""
+    """Copy values into a shard from element `at` on, and add them to its checksum."""
     converted = values.to(shard.local.dtype)
     sums.add(shard.name, converted, at=at)
     with torch.no_grad():

@@ -124,7 +124,7 @@ def _entry(tensor: TensorHeader, *, data_offset: int) -> Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a tensor to be written is."""
+    """Name, type and shape of a tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -153,21 +153,23 @@ class TensorWriter:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._file = path.open("wb")
-        self._left = list(reversed(layout))
+        self._remaining = list(reversed(layout))
         self.crc32 = 0
         self.num_bytes = 0
         self._put(struct.pack("<Q", len(text)) + text)
 
     def append(self, values: Tensor) -> None:
         """Write the next tensor. Raises OSError."""
-        item = self._left.pop()
+        item = self._remaining.pop()
         assert (values.dtype, values.numel()) == (item.dtype, prod(item.shape)), item
         if values.numel():
             self._put(_bytes(values.detach().cpu().contiguous()))
 
     def close(self) -> None:
-        """Bring the file to the disk."""
-        assert not self._left, f"{len(self._left)} tensors were announced but never written"
+        """Flush the file to disk and close it."""
+        assert not self._remaining, (
+            f"{len(self._remaining)} tensors were announced but never written"
+        )
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

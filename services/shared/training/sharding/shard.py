@@ -105,7 +105,7 @@ class Sharded:
 
     @property
     def replicated(self) -> bool:
-        """Say whether every rank holds all of every parameter."""
+        """Whether every rank holds all of every parameter."""
         return self.recipe.sharding == "none"
 
     @property
@@ -119,7 +119,7 @@ class Sharded:
             shard.clear_gradient()
         if self.engine is Engine.FSDP1:
             # The flat parameter keeps them all until its next forward pass: through an evaluation,
-            # or the forward pass of a teacher beside it.
+            # or the forward pass of a teacher.
             for wrapper in FullyShardedDataParallel.fsdp_modules(self.module):
                 handle: Any = wrapper._handle
                 if handle is not None:
@@ -214,7 +214,7 @@ def _sentinel(like: Tensor, device: torch.device) -> Tensor:
 
 
 def _checkpointed(classifier: nn.Module, layer: nn.Module) -> nn.Module:
-    """Put a recomputing wrapper in a layer's place and return it."""
+    """Replace a layer by its activation-checkpointing wrapper and return the wrapper."""
     wrapped = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
     for parent in list(classifier.modules()):
         for name, child in parent.named_children():
@@ -301,7 +301,7 @@ def _fsdp1(classifier: Classifier, own: list[nn.Module], recipe: Recipe, world: 
     chosen = {id(module) for module in own}
 
     def allocate(module: nn.Module) -> None:
-        # Not `to_empty`, which swaps tensors where they are fake (`without_memory`), and may not.
+        # Not `to_empty`, which swaps tensors where they are fake (`dry_run`), and may not.
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty_like(parameter, device=world.device)
             module.register_parameter(name, nn.Parameter(empty))
