@@ -1,4 +1,4 @@
-"""One rank under a real torchrun: RUN_DIR. Rank 1 kills itself when told; the others wait."""
+"""One rank under a real torchrun: RUN_DIR. Rank 1 kills itself once the file `die` exists; the others wait."""
 
 import os
 import signal

@@ -27,7 +27,7 @@ from services.shared.launch.devices import (
         ("rtx4090", DeviceKind.CUDA),
     ],
 )
-def test_a_device_name_tells_its_family(device: str, kind: DeviceKind) -> None:
+def test_a_device_name_determines_its_family(device: str, kind: DeviceKind) -> None:
     assert device_kind(device) is kind
 
 
@@ -42,7 +42,7 @@ def test_a_device_name_tells_its_family(device: str, kind: DeviceKind) -> None:
         (["dev/nvidiactl"], DeviceKind.CUDA),
     ],
 )
-def test_a_machines_files_tell_its_family(
+def test_device_files_determine_the_family(
     files: list[str], kind: DeviceKind, tmp_path: Path
 ) -> None:
     for name in files:

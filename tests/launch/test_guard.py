@@ -26,7 +26,7 @@ def test_the_guard_becomes_its_command_with_the_commands_own_options() -> None:
     assert (done.stdout, done.returncode) == ("a --signal -x\n", 3)
 
 
-def test_the_kernel_is_asked_for_the_chosen_signal() -> None:
+def test_the_parent_death_signal_is_the_chosen_one() -> None:
     ask = (
         "import ctypes; n = ctypes.c_int();"
         " ctypes.CDLL(None).prctl(2, ctypes.byref(n)); print(n.value)"
@@ -40,7 +40,7 @@ def test_a_command_whose_parent_is_already_dead_does_not_start() -> None:
     assert "the parent died" in done.stderr
 
 
-def test_a_rank_that_somebody_else_has_adopted_does_not_start() -> None:
+def test_a_rank_adopted_by_another_process_does_not_start() -> None:
     marked = os.environ | {"STILLHOUSE_RUN_MARK": "/runs/a/1"}
     adopted = _run(command=["echo", "started"], env=marked)  # our own environment bears no mark
     assert (adopted.stdout, adopted.returncode) == ("", 1)
@@ -68,7 +68,7 @@ def test_each_rank_is_bound_to_its_own_node_and_prefers_its_memory(tmp_path: Pat
     assert free.stdout == "free\n"
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_keeps_the_right_to_pass_closed_directories_and_no_other(
     tmp_path: Path,
 ) -> None:

@@ -11,10 +11,10 @@ from services.shared.launch.heartbeat import Heartbeat
 
 
 class FakeStore:
-    """Keeps what it is told; the real store's part in this is tested with Postgres."""
+    """Records the updates it receives; the real store is tested with Postgres."""
 
     def __init__(self, *answers: HeartbeatReply | Unavailable) -> None:
-        self.told: list[tuple[Phase | None, dict[str, Any] | None]] = []
+        self.updates: list[tuple[Phase | None, dict[str, Any] | None]] = []
         self._answers = list(answers)
 
     def heartbeat(
@@ -28,7 +28,7 @@ class FakeStore:
         answer = self._answers.pop(0) if self._answers else HeartbeatReply.CONTINUE
         if isinstance(answer, Unavailable):
             raise answer
-        self.told.append((phase, progress))
+        self.updates.append((phase, progress))
         return answer
 
 
@@ -56,13 +56,13 @@ def _report(run: RunDirectory, **fields: Any) -> None:
         file.write(json.dumps({"time": 1.0} | fields) + "\n")
 
 
-def test_a_beat_without_news_still_renews_the_lease(tmp_path: Path) -> None:
+def test_a_beat_without_updates_still_renews_the_lease(tmp_path: Path) -> None:
     store = FakeStore()
     assert _heartbeat(store, RunDirectory(tmp_path)).beat() is HeartbeatReply.CONTINUE
-    assert store.told == [(None, None)]
+    assert store.updates == [(None, None)]
 
 
-def test_lines_since_the_last_beat_melt_into_the_newest_values(tmp_path: Path) -> None:
+def test_lines_since_the_last_beat_are_merged_into_the_newest_values(tmp_path: Path) -> None:
     run, store = RunDirectory(tmp_path), FakeStore()
     heartbeat = _heartbeat(store, run)
     _report(run, phase="training", step=1, loss=2.0)
@@ -70,21 +70,21 @@ def test_lines_since_the_last_beat_melt_into_the_newest_values(tmp_path: Path) -
     heartbeat.beat()
     _report(run, phase="training", step=3)
     heartbeat.beat()
-    told = [(phase, progress and progress | {"time": 0}) for phase, progress in store.told]
-    assert told == [
+    updates = [(phase, progress and progress | {"time": 0}) for phase, progress in store.updates]
+    assert updates == [
         (Phase.TRAINING, {"time": 0, "step": 2, "loss": 2.0}),
         (Phase.TRAINING, {"time": 0, "step": 3}),
     ]
 
 
-def test_each_phase_and_each_evaluation_is_told_by_itself(tmp_path: Path) -> None:
+def test_each_phase_and_each_evaluation_is_an_update_of_its_own(tmp_path: Path) -> None:
     run, store = RunDirectory(tmp_path), FakeStore()
     _report(run, phase="loading")
     _report(run, phase="training", step=1)
     _report(run, phase="evaluating", evaluation={"heads": {"a": 1}})
     _report(run, phase="evaluating", evaluation={"heads": {"a": 2}})
     _heartbeat(store, run).beat()
-    assert [(phase, (progress or {}).get("evaluation")) for phase, progress in store.told] == [
+    assert [(phase, (progress or {}).get("evaluation")) for phase, progress in store.updates] == [
         (Phase.LOADING, None),
         (Phase.TRAINING, None),
         (Phase.EVALUATING, {"heads": {"a": 1}}),
@@ -92,20 +92,20 @@ def test_each_phase_and_each_evaluation_is_told_by_itself(tmp_path: Path) -> Non
     ]
 
 
-def test_a_database_that_is_away_loses_no_news(tmp_path: Path) -> None:
+def test_an_unavailable_database_loses_no_updates(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     store = FakeStore(Unavailable("away"))
     heartbeat = _heartbeat(store, run)
     _report(run, phase="training", step=5)
     assert heartbeat.beat() is HeartbeatReply.CONTINUE
     heartbeat.beat()
-    assert [progress and progress["step"] for _, progress in store.told] == [5]
+    assert [progress and progress["step"] for _, progress in store.updates] == [5]
 
 
-def test_a_lost_lease_ends_the_telling(tmp_path: Path) -> None:
+def test_a_lost_lease_ends_the_updates(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     store = FakeStore(HeartbeatReply.LOST)
     _report(run, phase="loading")
     _report(run, phase="training")
     assert _heartbeat(store, run).beat() is HeartbeatReply.LOST
-    assert len(store.told) == 1
+    assert len(store.updates) == 1

@@ -25,7 +25,7 @@ CASES = {
     "v1 in a container": ("4:memory:/docker/x\n", "sys/fs/cgroup/memory/memory.oom_control", V1),
     "v2": ("0::/jobs/a\n", "sys/fs/cgroup/jobs/a/memory.events", V2),
     "v2 in a container": ("0::/\n", "sys/fs/cgroup/memory.events", V2),
-    "v2 beside v1": ("4:cpu:/\n0::/u\n", "sys/fs/cgroup/unified/u/memory.events", V2),
+    "v2 next to v1": ("4:cpu:/\n0::/u\n", "sys/fs/cgroup/unified/u/memory.events", V2),
 }
 
 

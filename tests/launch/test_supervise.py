@@ -99,7 +99,7 @@ def test_a_cancellation_during_a_shutdown_stays_a_cancellation(run: RunDirectory
     assert ending.stop == "cancelled"
 
 
-def test_a_job_past_its_time_is_asked_to_stop(run: RunDirectory) -> None:
+def test_a_job_past_its_time_limit_is_requested_to_stop(run: RunDirectory) -> None:
     ending = _supervise(run, "save_when_asked", timeout_seconds=0.1)
     assert ending is not None
     assert ending.stop == "timed_out"

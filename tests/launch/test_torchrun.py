@@ -65,9 +65,9 @@ def test_an_allocator_setting_reaches_every_torch_under_the_name_it_reads() -> N
     assert [env[name] for name in names] == ["garbage_collection_threshold:0.8"] * 3
 
 
-def test_expandable_segments_are_asked_for_on_cuda_only() -> None:
-    asked = rank_environment(CUDA, environment={})
-    assert asked["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+def test_expandable_segments_are_the_default_on_cuda_only() -> None:
+    env = rank_environment(CUDA, environment={})
+    assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert "PYTORCH_HIP_ALLOC_CONF" not in rank_environment(DCU, environment={})
 
 
@@ -91,12 +91,12 @@ def test_what_the_operator_has_set_is_kept() -> None:
     assert rank_environment(DCU, environment=given).items() >= given.items()
 
 
-def test_ranks_do_not_learn_where_the_database_is() -> None:
+def test_ranks_do_not_get_the_address_of_the_database() -> None:
     secrets = {"STILLHOUSE_DATABASE_URL": "postgresql://", "STILLHOUSE_BROKER_URL": "redis://"}
     assert not rank_environment(CPU, environment=secrets).keys() & secrets.keys()
 
 
-def test_gloo_talks_over_loopback() -> None:
+def test_gloo_uses_the_loopback_interface() -> None:
     assert rank_environment(CPU, environment={})["GLOO_SOCKET_IFNAME"] == "lo"
 
 
@@ -109,7 +109,7 @@ def test_the_command_runs_the_module_on_every_rank_of_one_node() -> None:
     assert "--standalone" in command
 
 
-def test_ranks_on_a_cpu_are_not_bound_and_nobody_is_warned() -> None:
+def test_ranks_on_a_cpu_are_not_bound_and_no_warning_is_given() -> None:
     launch = plan_launch("m", Path("/r"), resources=CPU, environment={})
     assert NUMA_NODES not in launch.env
     assert launch.warnings == []
@@ -118,13 +118,13 @@ def test_ranks_on_a_cpu_are_not_bound_and_nobody_is_warned() -> None:
 def test_ranks_are_bound_to_the_nodes_of_the_cards_they_really_get(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    room = "services.shared.launch.torchrun."
-    monkeypatch.setattr(room + "numa_binding_unsupported_reason", lambda: None)
-    monkeypatch.setattr(room + "numa_nodes", lambda kind: {1: 0, 3: 0, 4: 4, 6: 9})
-    monkeypatch.setattr(room + "allowed_numa_nodes", lambda: {0, 4})
+    module = "services.shared.launch.torchrun."
+    monkeypatch.setattr(module + "numa_binding_unsupported_reason", lambda: None)
+    monkeypatch.setattr(module + "numa_nodes", lambda kind: {1: 0, 3: 0, 4: 4, 6: 9})
+    monkeypatch.setattr(module + "allowed_numa_nodes", lambda: {0, 4})
     resources = Resources(ranks=3, device="k100_ai", visible_devices=[4, 1, 6])
     launch = plan_launch("m", Path("/r"), resources=resources, environment={})
-    # Card 6 hangs on a node outside of the cpuset: that rank stays free.
+    # Card 6 is on a node outside the cpuset: that rank stays unbound.
     assert launch.env[NUMA_NODES] == "4,0,"
 
 

@@ -1,4 +1,4 @@
-"""What a worker does around its sweeps: tell that it lives, spare leases after an outage."""
+"""What a worker does around its sweeps: touch the health file, leave leases alone after an outage."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def test_without_a_name_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_after_an_outage_leases_get_the_time_of_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, asked = [1000.0], []
+    clock, calls = [1000.0], []
     monkeypatch.setattr("services.shared.launch.worker.time.monotonic", lambda: clock[0])
 
     def sweep(*_: object, ends_lost: bool) -> None:
-        asked.append((clock[0], ends_lost))
+        calls.append((clock[0], ends_lost))
         clock[0] += 15.0
-        if len(asked) in (2, 3):
+        if len(calls) in (2, 3):
             raise Unavailable("the database does not answer")
 
     _sweep(monkeypatch, sweep, sweeps=9)
-    spared = [at for at, ends_lost in asked if not ends_lost]
+    spared = [at for at, ends_lost in calls if not ends_lost]
     # The second outage ends at 1045; 15 s to the next sweep and 60 s of a lease.
     assert (min(spared), max(spared)) == (1030.0, 1105.0)
-    assert asked[-1][1]
+    assert calls[-1][1]

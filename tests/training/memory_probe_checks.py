@@ -21,7 +21,7 @@ from tests.training.rank_training import (
 
 @check
 def unsharded_model_is_stopped(world: World, directory: Path) -> Any:
-    """Sharding is asked for, but on this stack the call does nothing."""
+    """Sharding is requested, but the call does nothing."""
     name = "_fsdp2" if HERE is Engine.FSDP2 else "_fsdp1"
     true_wrap = getattr(shard_module, name)
     true_find = shard_module._local_shards_fsdp1

@@ -1,4 +1,4 @@
-"""A rank that fails says why, whatever went wrong."""
+"""A failing rank reports its reason, whatever went wrong."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_torchs_own_error_names_the_bytes_it_could_not_get() -> None:
     assert failure.allocator["resident_bytes"] <= failure.allocator["peak_resident_bytes"]
 
 
-def test_a_failure_is_told_though_the_allocator_cannot_be_asked_any_more(
+def test_a_failure_is_reported_when_the_allocator_can_no_longer_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def lost() -> None:
@@ -128,13 +128,13 @@ def test_a_good_end_leaves_no_failure(tmp_path: Path) -> None:
     assert run.ranks() == []
 
 
-def test_blame_gives_a_users_mistake_its_reason() -> None:
+def test_fail_with_gives_an_input_error_its_reason() -> None:
     with pytest.raises(RunFailed, match="no such column") as caught, fail_with(Reason.BAD_DATA):
         raise ValueError("no such column")
     assert caught.value.reason is Reason.BAD_DATA
 
 
-def test_blame_leaves_a_full_disk_a_full_disk() -> None:
+def test_fail_with_leaves_a_full_disk_a_full_disk() -> None:
     with pytest.raises(OSError, match="No space"), fail_with(Reason.BAD_MODEL):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -157,7 +157,7 @@ def test_rank_0_sees_a_stop_request_and_all_agree(tmp_path: Path, reason: str) -
     assert agreed_stop(votes) == reason
 
 
-def test_without_a_request_nobody_stops(tmp_path: Path) -> None:
+def test_without_a_request_no_rank_stops(tmp_path: Path) -> None:
     assert agreed_stop(StopWatch(RunDirectory(tmp_path), rank=0).flags()) is None
 
 

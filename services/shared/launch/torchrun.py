@@ -92,7 +92,7 @@ def rank_environment(
 def _select_devices(env: dict[str, str], kind: DeviceKind, devices: list[int] | None) -> None:
     """Name the cards once, in the variable that the kind's runtime reads.
 
-    An empty CUDA_VISIBLE_DEVICES aborts a DCU process, and ROCR beside HIP hides every card
+    An empty CUDA_VISIBLE_DEVICES aborts a DCU process, and ROCR together with HIP hides every card
     (DTK 26.04); on AMD, ROCR set by the operator only renumbers the cards.
     """
     if not env.get("CUDA_VISIBLE_DEVICES") or kind is DeviceKind.DCU:

@@ -1,4 +1,4 @@
-"""The doctor before machines that are not here: their files, environment and tools are made up."""
+"""The doctor on simulated machines: their files, environment and tool output are made up."""
 
 from __future__ import annotations
 

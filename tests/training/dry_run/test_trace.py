@@ -1,4 +1,4 @@
-"""Our own step: what the plan says, what a dry run counts, what a real run counts."""
+"""The memory of a training step: planned, counted in a dry run, counted in a real run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ FSDP1: dict[str, dict[str, Any]] = {
 ON_TWO_RANKS = {"attention": "eager", "micro_batch": 2, "sequence_length": 64}
 
 
-class Asked(NamedTuple):
+class TracedCase(NamedTuple):
     """A request file, and the plan of the same run."""
 
     file: Path
@@ -130,8 +130,8 @@ class Asked(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
-    """Return what is asked: CASES by name, REAL by "real " and its name, FSDP1 by "ranks "."""
+def requests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedCase]:
+    """Return the requests: CASES by name, REAL by "real " and its name, FSDP1 by "ranks "."""
     real = {f"real {name}": ON_TWO_RANKS | knobs for name, knobs in REAL.items()}
     fsdp1 = {
         f"ranks {name}": ON_TWO_RANKS | knobs | {"engine": "fsdp1"} for name, knobs in FSDP1.items()
@@ -143,28 +143,28 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
         job, planned = prepare(request_of(directory, *case))
         file = directory / "request.json"
         file.write_text(json.dumps(job), encoding="utf-8")
-        found[name] = Asked(file, planned)
+        found[name] = TracedCase(file, planned)
     return found
 
 
 @pytest.fixture(scope="module")
-def dry(asked: dict[str, Asked]) -> dict[str, Any]:
+def dry(requests: dict[str, TracedCase]) -> dict[str, Any]:
     """Return the dry traces; one process makes them, for it imports torch once."""
-    chosen = {name: one for name, one in asked.items() if not name.startswith("ranks ")}
+    chosen = {name: one for name, one in requests.items() if not name.startswith("ranks ")}
     return _traces(chosen, [sys.executable, "-m"])
 
 
 @pytest.fixture(scope="module")
-def real(asked: dict[str, Asked]) -> dict[str, Any]:
+def real(requests: dict[str, TracedCase]) -> dict[str, Any]:
     """Return the traces of real runs on two gloo ranks."""
     wanted = ("ranks ",) if default_engine() is Engine.FSDP1 else ("real ", "ranks ")
-    chosen = {name: one for name, one in asked.items() if name.startswith(wanted)}
+    chosen = {name: one for name, one in requests.items() if name.startswith(wanted)}
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return _traces(chosen, [*ranks, "--nproc-per-node", "2", "-m"], "--real")
 
 
-def _traces(asked: dict[str, Asked], command: list[str], *flags: str) -> dict[str, Any]:
-    files = [str(one.file) for one in asked.values()]
+def _traces(requests: dict[str, TracedCase], command: list[str], *flags: str) -> dict[str, Any]:
+    files = [str(one.file) for one in requests.values()]
     run = subprocess.run(
         [*command, "services.shared.training.dry_run.trace", *files, *flags],
         cwd=REPOSITORY,
@@ -176,15 +176,15 @@ def _traces(asked: dict[str, Asked], command: list[str], *flags: str) -> dict[st
     )
     assert run.returncode == 0, run.stderr[-4000:]
     lines = run.stdout.splitlines()[-len(files) :]
-    return {name: json.loads(line) for name, line in zip(asked, lines, strict=True)}
+    return {name: json.loads(line) for name, line in zip(requests, lines, strict=True)}
 
 
 @needs_dry_runs
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_is_what_our_own_step_takes(
-    case: str, asked: dict[str, Asked], dry: dict[str, Any]
+    case: str, requests: dict[str, TracedCase], dry: dict[str, Any]
 ) -> None:
-    found, planned = dry[case], asked[case].planned
+    found, planned = dry[case], requests[case].planned
     assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.005)
     rows = compare(found, planned)
     training = [row for row in rows if row.phase in ("forward", "backward", "optimizer_step")]
@@ -208,9 +208,9 @@ def test_a_real_run_on_two_ranks_takes_the_same_bytes(
 
 @pytest.mark.parametrize("case", FSDP1)
 def test_the_plan_is_what_fsdp1_takes_on_two_ranks(
-    case: str, asked: dict[str, Asked], real: dict[str, Any]
+    case: str, requests: dict[str, TracedCase], real: dict[str, Any]
 ) -> None:
-    found, planned = real[f"ranks {case}"], asked[f"ranks {case}"].planned
+    found, planned = real[f"ranks {case}"], requests[f"ranks {case}"].planned
     assert (found["real"], found["engine"]) == (True, "fsdp1")
     assert planned.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.005)
 

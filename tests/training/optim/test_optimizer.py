@@ -100,7 +100,7 @@ def test_a_gradient_that_is_not_finite_stops_before_it_is_applied(
 
 
 def test_stochastic_rounding_keeps_the_mean() -> None:
-    # Above 1 two bfloat16 values are 2^-7 apart: this one lies an eighth of the way between them.
+    # Above 1 two bfloat16 values are 2^-7 apart: this one is an eighth of the way between them.
     values = torch.full((200_000,), 1 + 2**-10)
     target = torch.empty_like(values, dtype=torch.bfloat16)
     round_into(target, values, SeededGenerators(seed=0, rank=0).for_label(values.device, "x"))
@@ -119,13 +119,13 @@ def test_stochastic_rounding_leaves_what_needs_none(value: float) -> None:
     )
 
 
-def test_dice_fall_differently_by_label_and_alike_by_seed() -> None:
-    def throw(label: str) -> torch.Tensor:
+def test_generators_differ_by_label_and_repeat_by_seed() -> None:
+    def draw(label: str) -> torch.Tensor:
         generator = SeededGenerators(seed=1, rank=0).for_label(torch.device("cpu"), label)
         return torch.rand(4, generator=generator)
 
-    assert torch.equal(throw("a"), throw("a"))
-    assert not torch.equal(throw("a"), throw("b"))
+    assert torch.equal(draw("a"), draw("a"))
+    assert not torch.equal(draw("a"), draw("b"))
 
 
 def rates(schedule: str, total: int = 20) -> list[float]:

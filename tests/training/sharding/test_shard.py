@@ -1,4 +1,4 @@
-"""Sharding is what was asked for, and trains like one process."""
+"""Sharding follows the recipe, and trains like one process."""
 
 from __future__ import annotations
 

@@ -138,4 +138,4 @@ def _oom_counter(machine: Machine) -> Finding:
             "neither the cgroup's oom_kill nor /proc/vmstat can be read",
             "A rank killed by the kernel will be reported as crashed; mount /sys/fs/cgroup.",
         )
-    return ok("kernel kill counter", "a rank killed for memory is told from any other kill")
+    return ok("kernel kill counter", "kills for memory can be told from other kills")

@@ -272,7 +272,7 @@ def _eight_bit(device: torch.device) -> Result:
 
 
 def _context(device: torch.device) -> dict[str, Any]:
-    """Return what the runtime's context takes: used memory beside torch's own, in bytes."""
+    """Return what the runtime's context takes: memory in use outside torch's allocator, in bytes."""
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)

@@ -197,7 +197,7 @@ def _indexed_files(index: Path) -> list[str]:
         raise ValueError(f"{index} is not an index of weight files: {error!r}") from error
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} names {name!r}, which is no safetensors file beside it")
+            raise ValueError(f"{index} names {name!r}, which is not a safetensors file name")
     return names
 
 
