@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -64,15 +64,13 @@ class MemoryProbe:
 
     def measure(self, phase: str, step: int = 0) -> MemoryRecord:
         """Return the memory in use on this rank, and its peak since the phase began."""
-        shared: dict[str, Any] = {
-            "time": time.time(),
-            "phase": phase,
-            "step": step,
-            "host_rss_bytes": _resident_bytes(),
-        }
+        now, resident = time.time(), _resident_bytes()
         if self._world.device.type == "cuda":
             return MemoryRecord(
-                **shared,
+                time=now,
+                phase=phase,
+                step=step,
+                host_rss_bytes=resident,
                 allocated_bytes=torch.cuda.memory_allocated(),
                 reserved_bytes=torch.cuda.memory_reserved(),
                 peak_allocated_bytes=torch.cuda.max_memory_allocated(),
@@ -82,7 +80,10 @@ class MemoryProbe:
             )
         held = storage_bytes(self._counted_tensors())
         return MemoryRecord(
-            **shared,
+            time=now,
+            phase=phase,
+            step=step,
+            host_rss_bytes=resident,
             allocated_bytes=held,
             peak_allocated_bytes=max(held, self._peaks.get(phase, 0)),
             basis="live parameters, gradients and optimizer state; no activations or temporaries",
@@ -106,12 +107,13 @@ class MemoryProbe:
         """
         self.watch(sharded, None)
         record = self.measure("wrap")
-        observed = observe_sharding(sharded, self._world) | {
+        observed = observe_sharding(sharded, self._world)
+        record.observed = {
+            **observed,
             "basis": record.basis,
             "allocated_bytes": record.allocated_bytes,
             "reserved_bytes": record.reserved_bytes,
         }
-        record.observed = observed
         append_record(self._file, record)
         faults = _sharding_faults(observed, sharded, allocated=record.allocated_bytes)
         covered = self._world.sum(
@@ -130,7 +132,22 @@ class MemoryProbe:
             raise RunFailed(Reason.NOT_SHARDED, f"Stopped before the first step: {fault}.")
 
 
-def observe_sharding(sharded: Sharded, world: World) -> dict[str, Any]:
+class ObservedSharding(TypedDict):
+    """The result of wrapping on one rank, and what the recipe expects of it; sizes in bytes."""
+
+    engine: str
+    ranks: int
+    sharding: str
+    sharded_units: int
+    expected_units: int
+    local_parameter_bytes: int
+    expected_local_parameter_bytes: int
+    whole_model_bytes: int
+    largest_unit_bytes: int
+    parameter_dtypes: list[str]
+
+
+def observe_sharding(sharded: Sharded, world: World) -> ObservedSharding:
     """Return what this rank holds after wrapping, and what the recipe expects it to hold."""
     parameters = [shard.local for shard in sharded.shards]
     item = parameters[0].dtype.itemsize
@@ -158,7 +175,7 @@ def _live_units(sharded: Sharded) -> int:
     return count
 
 
-def _sharding_faults(observed: dict[str, Any], sharded: Sharded, *, allocated: int) -> list[str]:
+def _sharding_faults(observed: ObservedSharding, sharded: Sharded, *, allocated: int) -> list[str]:
     faults = []
     if observed["sharded_units"] != observed["expected_units"]:
         faults.append(
