@@ -135,7 +135,7 @@ def to_memory_recipe(
     told = recipe.Recipe().with_changes(
         {name: str(v) if isinstance(v, Enum) else v for name, v in shared.items()}
         | {
-            # Replicas are units over groups of one rank, not DDP: see fsdp/shard.py.
+            # Replicas are units over groups of one rank, not DDP: see training/sharding/shard.py.
             "engine": engine,
             "micro_batch": micro_batch,
             "sequence_length": training.max_length,
