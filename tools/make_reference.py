@@ -59,7 +59,7 @@ REASONS = {
     Reason.COLLECTIVE_TIMEOUT: "A collective operation timed out, and no rank reported another cause.",
     Reason.LAUNCH_FAILED: "The ranks did not start; the end of torchrun.log shows why.",
     Reason.CRASHED: "A rank failed with any other error or signal.",
-    Reason.LOST: "Its worker stopped renewing the lease, and no attempt was left.",
+    Reason.LOST: "Its worker stopped renewing the lease again and again (ten times for free), and no attempt was left.",
     Reason.TIMED_OUT: "It ran longer than `timeout_seconds`.",
     Reason.PARENT_FAILED: "The teacher job that it waited for did not succeed.",
     Reason.CANCELLED: "Cancellation was requested.",

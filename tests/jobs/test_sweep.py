@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from celery import Celery
 
+from services.shared.jobs.db.attempt_queries import MAX_FREE_LOSSES
 from services.shared.jobs.queue import depth, make_celery
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.state import JobState, Reason
@@ -48,11 +49,26 @@ def test_a_silent_worker_loses_its_job_to_the_queue(
     assert attempt.message == "Worker worker-1 fell silent during attempt 1."
 
 
-def test_a_job_lost_in_its_last_attempt_fails(
+def test_losses_use_up_no_attempts(
+    driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
+) -> None:
+    """A machine that sleeps three times must not fail its job."""
+    claim = driver.running(max_attempts=1)
+    for _ in range(3):
+        assert sweep(driver.store, app, now=later(2)) == [(claim.job_id, "teacher")]
+        claim = driver.claim(claim.job_id)
+    assert claim.attempt == 4
+    assert driver.store.job(claim.job_id).state == JobState.RUNNING
+
+
+def test_a_job_that_is_lost_again_and_again_fails(
     driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
     claim = driver.running(max_attempts=1)
     child, _ = driver.create_job(driver.distill_spec({"job_id": claim.job_id}))
+    for _ in range(MAX_FREE_LOSSES):
+        assert sweep(driver.store, app, now=later(2)) == [(claim.job_id, "teacher")]
+        claim = driver.claim(claim.job_id)
     assert sweep(driver.store, app, now=later(2)) == []
     job = driver.store.job(claim.job_id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.LOST)

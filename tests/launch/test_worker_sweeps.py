@@ -65,6 +65,25 @@ def test_without_a_name_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_after_the_machine_slept_leases_get_the_time_of_a_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The wall clock jumps by 70 s between two sweeps; the monotonic clock does not count the sleep."""
+    wall, awake = [5000.0], [1000.0]
+    calls: list[tuple[float, bool]] = []
+    monkeypatch.setattr("services.shared.launch.worker.time.time", lambda: wall[0])
+    monkeypatch.setattr("services.shared.launch.worker.time.monotonic", lambda: awake[0])
+
+    def sweep(*_: object, ends_lost: bool) -> None:
+        calls.append((awake[0], ends_lost))
+        awake[0] += 15
+        wall[0] += 85 if len(calls) == 2 else 15
+
+    _sweep(monkeypatch, sweep, sweeps=9)
+    spared = [at for at, ends_lost in calls if not ends_lost]
+    assert spared == [1030.0, 1045.0, 1060.0, 1075.0, 1090.0]  # 15 s and a lease of 60 s
+
+
 def test_after_an_outage_leases_get_the_time_of_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, calls = [1000.0], []
     monkeypatch.setattr("services.shared.launch.worker.time.monotonic", lambda: clock[0])

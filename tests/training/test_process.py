@@ -13,10 +13,12 @@ from services.shared.jobs.run_directory import (
     Failure,
     RunDirectory,
     StopRequest,
+    WorkerHeartbeat,
     read_record,
     write_json,
 )
 from services.shared.jobs.state import Reason
+from services.shared.training import process
 from services.shared.training.process import (
     Position,
     RunFailed,
@@ -152,9 +154,73 @@ def test_rank_0_sees_a_stop_request_and_all_agree(tmp_path: Path, reason: str) -
     run = RunDirectory(tmp_path)
     first, second = StopWatch(run, rank=0), StopWatch(run, rank=1)
     write_json(run.stop, StopRequest(reason=reason))
-    assert second.flags() == [0, 0, 0]
+    assert second.flags() == [0, 0, 0, 0]
     votes = [x + y for x, y in zip(first.flags(), second.flags(), strict=True)]
     assert agreed_stop(votes) == reason
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The monotonic clock of the ranks in seconds; sleeping advances it."""
+    now = [1000.0]
+    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(process.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    return now
+
+
+def _beat(run: RunDirectory, count: int) -> None:
+    write_json(run.heartbeat, WorkerHeartbeat(count=count, lease_seconds=60))
+
+
+def test_ranks_of_a_silent_worker_stop_before_its_lease_ends(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    run = RunDirectory(tmp_path)
+    watches = [StopWatch(run, rank) for rank in (0, 1)]
+    _beat(run, 1)
+    assert (
+        agreed_stop([sum(votes) for votes in zip(*(w.flags() for w in watches), strict=True)])
+        is None
+    )
+    clock[0] += 50
+    votes = [sum(votes) for votes in zip(*(w.flags() for w in watches), strict=True)]
+    assert clock[0] < 1060
+    with pytest.raises(RunFailed) as stopped:
+        agreed_stop(votes)
+    assert stopped.value.reason is Reason.LOST
+
+
+def test_ranks_wait_for_a_worker_that_was_suspended_with_them(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path)
+    watch = StopWatch(run, rank=0)
+    _beat(run, 1)
+    assert agreed_stop(watch.flags()) is None
+    clock[0] += 3600
+
+    def worker_wakes(seconds: float) -> None:
+        clock[0] += seconds
+        _beat(run, 2)
+
+    monkeypatch.setattr(process.time, "sleep", worker_wakes)
+    assert agreed_stop(watch.flags()) is None
+
+
+def test_a_long_step_is_not_taken_for_a_silent_worker(tmp_path: Path, clock: list[float]) -> None:
+    run = RunDirectory(tmp_path)
+    watch = StopWatch(run, rank=0)
+    for count in range(1, 5):
+        _beat(run, count)
+        clock[0] += 300
+        _beat(run, count + 100)
+        assert agreed_stop(watch.flags()) is None
+
+
+def test_without_a_heartbeat_file_no_worker_is_expected(tmp_path: Path, clock: list[float]) -> None:
+    watch = StopWatch(RunDirectory(tmp_path), rank=0)
+    clock[0] += 3600
+    assert agreed_stop(watch.flags()) is None
 
 
 def test_without_a_request_no_rank_stops(tmp_path: Path) -> None:

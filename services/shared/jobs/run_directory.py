@@ -3,6 +3,7 @@
     <run>/spec.json            RunInput, written by the worker before torchrun starts
     <run>/plan.json            the memory plan, as stored with the job
     <run>/stop.json            StopRequest, written by the worker; ranks look at it every step
+    <run>/heartbeat.json       WorkerHeartbeat, rewritten by the worker as long as it holds the job
     <run>/progress.jsonl       ProgressRecord, appended by rank 0
     <run>/ranks/<k>/memory.jsonl   MemoryRecord, appended by rank k
     <run>/ranks/<k>/failure.json   Failure, written by rank k while failing
@@ -53,6 +54,13 @@ class StopRequest(_Record):
     """Asks the ranks to save and leave at the next step."""
 
     reason: Literal["cancelled", "handed_back", "timed_out"]
+
+
+class WorkerHeartbeat(_Record):
+    """Written by a worker with every heartbeat. Ranks whose worker has gone silent stop by themselves."""
+
+    count: int  # grows with every heartbeat; ranks compare no clocks of two machines
+    lease_seconds: float  # how long the worker may be silent before another one takes the job
 
 
 class ProgressRecord(_Record):
@@ -131,6 +139,7 @@ class RunDirectory:
         self.spec = path / "spec.json"
         self.plan = path / "plan.json"
         self.stop = path / "stop.json"
+        self.heartbeat = path / "heartbeat.json"
         self.progress = path / "progress.jsonl"
         self.report = path / "report.json"
         self.log = path / "torchrun.log"

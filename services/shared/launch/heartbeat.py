@@ -6,8 +6,14 @@ from typing import Any, Protocol
 
 import structlog
 
+from services.shared.files.atomic_write import partial_path
 from services.shared.jobs.errors import Unavailable
-from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
+from services.shared.jobs.run_directory import (
+    ProgressRecord,
+    RunDirectory,
+    WorkerHeartbeat,
+    read_records,
+)
 from services.shared.jobs.state import Phase
 from services.shared.jobs.views import Claim, HeartbeatReply
 
@@ -39,6 +45,7 @@ class Heartbeat:
         self._run = run
         self._lease_seconds = lease_seconds
         self._offset = 0
+        self._count = 0
 
     def beat(self) -> HeartbeatReply:
         """Send the newest progress; return what the worker should do.
@@ -48,6 +55,7 @@ class Heartbeat:
         """
         offset, updates = self._new_updates()
         answer = HeartbeatReply.CONTINUE
+        self._show_ranks()
         try:
             for phase, progress in updates:
                 answer = self._store.heartbeat(
@@ -63,6 +71,18 @@ class Heartbeat:
             return HeartbeatReply.CONTINUE
         self._offset = offset
         return answer
+
+    def _show_ranks(self) -> None:
+        """Let the ranks see that this worker still supervises them."""
+        self._count += 1
+        record = WorkerHeartbeat(count=self._count, lease_seconds=self._lease_seconds)
+        try:
+            # Not synced: ranks read it now or never.
+            temporary = partial_path(self._run.heartbeat)
+            temporary.write_text(record.model_dump_json())
+            temporary.replace(self._run.heartbeat)
+        except OSError as error:  # a full disk: the ranks report it better
+            log.warning("heartbeat_not_shown", job_id=self._claim.job_id, error=str(error))
 
     def _new_updates(self) -> tuple[int, list[tuple[Phase | None, dict[str, Any] | None]]]:
         """Return where reading ended, and the updates to send: at least one, to renew the lease.

@@ -104,11 +104,19 @@ def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) 
     """Look for lost jobs and messages every `sweep_seconds`, and for leftovers every `tidy_seconds`.
 
     A lease that ran out during an outage of the database does not mean that its worker died: it could
-    not renew it. After an outage, leases are left alone for the time of a whole lease.
+    not renew it. After an outage, leases are left alone for the time of a whole lease. The same holds
+    after this process was stopped or its machine slept: other workers of the machine slept too.
     """
     tidy_at = spare_until = 0.0
     settings = store.settings
+    grace_seconds = settings.sweep_seconds + settings.lease_seconds
+    swept_at = time.time()
     while not stopping.wait(settings.sweep_seconds):
+        # The wall clock: the monotonic one stands still while a machine sleeps.
+        if time.time() - swept_at > settings.sweep_seconds + settings.lease_seconds / 2:
+            log.warning("sweep_was_interrupted", seconds=round(time.time() - swept_at))
+            spare_until = time.monotonic() + grace_seconds
+        swept_at = time.time()
         try:
             sweep(store, app, ends_lost=time.monotonic() >= spare_until)
             if os.environ.get(ALIVE_FILE):
@@ -118,5 +126,5 @@ def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) 
                 remove_leftovers(store)
         except Exception as error:  # noqa: BLE001  (the thread's boundary: report and go on)
             if isinstance(error, Unavailable):
-                spare_until = time.monotonic() + settings.sweep_seconds + settings.lease_seconds
+                spare_until = time.monotonic() + grace_seconds
             log.warning("sweep_failed", error=f"{type(error).__name__}: {error}")

@@ -33,6 +33,7 @@ from services.shared.jobs.run_directory import (
     RunDirectory,
     RunInput,
     StopRequest,
+    WorkerHeartbeat,
     read_record,
     write_json,
 )
@@ -41,6 +42,9 @@ from services.shared.jobs.state import Reason
 # Rank 0 seals an artifact alone while the others wait: hashing 65 GB at 0.5 GB/s takes two minutes.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 STOP_REASONS = ("cancelled", "handed_back", "timed_out")
+# Ranks whose worker is silent stop before its lease ends, and so before another worker starts.
+SILENT_SHARE = 0.75
+WORKER_GRACE_SECONDS = 5.0  # twice the default heartbeat interval
 # Freed when a rank runs out of host memory, so that it can still report the failure.
 RESERVE_MEMORY_BYTES = 4 * 2**20
 RESERVE_DISK_BYTES = 2**18  # a failure with its traceback, in our file and in torch elastic's
@@ -89,10 +93,11 @@ class World:
 
 
 class StopWatch:
-    """Detects a stop request (rank 0 polls the file) and SIGTERM (any rank)."""
+    """Detects a stop request and a silent worker (rank 0 polls files) and SIGTERM (any rank)."""
 
     def __init__(self, run: RunDirectory, rank: int) -> None:
         self._path = run.stop if rank == 0 else None
+        self._worker = WorkerWatch(run) if rank == 0 else None
         self._terminated = False
 
     def listen(self) -> None:
@@ -103,17 +108,63 @@ class StopWatch:
         self._terminated = True
 
     def flags(self) -> list[float]:
-        """Return one number for each of STOP_REASONS, to be summed over the ranks."""
+        """Return one number for each of STOP_REASONS and one for a silent worker, to be summed."""
         reason = "handed_back" if self._terminated else None
         if self._path is not None and self._path.exists():
             request = read_record(self._path, StopRequest)
             reason = request.reason if request is not None else "cancelled"
-        return [float(reason == name) for name in STOP_REASONS]
+        is_silent = self._worker is not None and self._worker.is_silent()
+        return [*(float(reason == name) for name in STOP_REASONS), float(is_silent)]
+
+
+class WorkerWatch:
+    """Notices that the worker has written no heartbeat for most of its lease.
+
+    After the lease another worker may run the job from this attempt's checkpoints, so these ranks must
+    not write any more. Without a heartbeat file, as in tests and benchmarks, no worker is expected.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._path = run.heartbeat
+        self._count: int | None = None
+        self._changed_at = time.monotonic()
+
+    def is_silent(self) -> bool:
+        """Return whether the worker has been silent for SILENT_SHARE of its lease."""
+        limit = self._silent_limit_seconds()
+        if limit is None or time.monotonic() - self._changed_at < limit:
+            return False
+        # After a long step, or when the machine was suspended, the worker gets time to write.
+        deadline = time.monotonic() + WORKER_GRACE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            self._silent_limit_seconds()
+            if time.monotonic() - self._changed_at < limit:
+                return False
+        return True
+
+    def _silent_limit_seconds(self) -> float | None:
+        heartbeat = read_record(self._path, WorkerHeartbeat)
+        if heartbeat is None:
+            return None
+        if heartbeat.count != self._count:
+            self._count, self._changed_at = heartbeat.count, time.monotonic()
+        return SILENT_SHARE * heartbeat.lease_seconds
 
 
 def agreed_stop(flags: Sequence[float]) -> str | None:
-    """Return the stop reason that any rank has flagged, or None; `flags` are summed over the ranks."""
-    return next((name for name, votes in zip(STOP_REASONS, flags, strict=True) if votes), None)
+    """Return the stop reason that any rank has flagged, or None; `flags` are summed over the ranks.
+
+    Raises RunFailed(LOST) on every rank where the worker has gone silent: nothing more may be saved.
+    """
+    *votes, silent = flags
+    if silent:
+        raise RunFailed(
+            Reason.LOST,
+            "The worker of this run has gone silent; another worker may have taken the job, so these "
+            "ranks stop without saving.",
+        )
+    return next((name for name, vote in zip(STOP_REASONS, votes, strict=True) if vote), None)
 
 
 @contextmanager

@@ -157,6 +157,28 @@ def test_after_losing_the_lease_a_worker_changes_nothing(driver: StoreDriver) ->
     assert driver.store.finish(fresh, CRASHED).applied
 
 
+def test_a_worker_that_was_silent_takes_its_job_back(driver: StoreDriver) -> None:
+    silent = driver.store.claim(driver.queued().id, worker="slow", lease_seconds=-1)
+    assert silent is not None
+    assert driver.store.end_lost_attempts()
+    reply = driver.store.heartbeat(silent, progress={"step": 9}, lease_seconds=60)
+    assert reply is HeartbeatReply.CONTINUE
+    job = driver.store.job(silent.job_id)
+    assert (job.state, job.worker, job.attempt) == (JobState.RUNNING, "slow", 1)
+    (attempt,) = job.attempts
+    assert (attempt.ended_at, attempt.ending, attempt.reason, attempt.message) == (None,) * 4
+    assert driver.store.finish(silent, CRASHED).applied
+
+
+def test_a_cancelled_job_is_not_taken_back(driver: StoreDriver) -> None:
+    silent = driver.store.claim(driver.queued().id, worker="slow", lease_seconds=-1)
+    assert silent is not None
+    assert driver.store.end_lost_attempts()
+    driver.store.request_cancel(silent.job_id)
+    assert driver.store.heartbeat(silent, lease_seconds=60) is HeartbeatReply.LOST
+    assert driver.store.job(silent.job_id).state == JobState.CANCELLED
+
+
 # Ends
 
 

@@ -249,3 +249,11 @@ def test_peaks_and_the_probes_findings_are_kept_by_rank_whatever_the_end(
     outcome = _judge(run, RunExit(exit_code=1))
     assert outcome.measured == {"1": {"wrap": 5, "forward": 9}}
     assert outcome.observed == {"1": {"sharded_units": 4}}
+
+
+def test_ranks_that_stopped_because_their_worker_was_silent_get_another_attempt(
+    run: RunDirectory,
+) -> None:
+    _fail(run, 0, Reason.LOST, time=1.0, message="The worker of this run has gone silent.")
+    outcome = _judge(run, RunExit(exit_code=1))
+    assert (outcome.end, outcome.reason) == (End.RETRY, Reason.LOST)

@@ -18,6 +18,9 @@ from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import JobState, Phase, Reason
 from services.shared.jobs.views import EventType, FinishResult, HeartbeatReply, Kind, QueuedJob
 
+LOST = "lost"  # the ending of an attempt whose worker fell silent
+MAX_FREE_LOSSES = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedRow:
@@ -64,13 +67,17 @@ def heartbeat(
     session: Session,
     job_id: str,
     *,
+    attempt: int,
     token: str,
     phase: Phase | None,
     progress: dict[str, Any] | None,
     lease_seconds: float,
 ) -> HeartbeatReply:
-    """Renew the lease and copy progress; a new phase or evaluation becomes an event."""
-    job = _held(session, job_id, token)
+    """Renew the lease and copy progress; a new phase or evaluation becomes an event.
+
+    A worker that was silent too long takes its job back, unless another has claimed it meanwhile.
+    """
+    job = _held(session, job_id, token) or _taken_back(session, job_id, attempt, token)
     if job is None:
         return HeartbeatReply.LOST
     columns: dict[str, Any] = {"lease_until": _lease_until(lease_seconds)}
@@ -125,7 +132,7 @@ def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[Queu
     for job in jobs:
         message = f"Worker {job.worker} fell silent during attempt {job.attempt}."
         lost = Outcome(end=End.RETRY, reason=Reason.LOST, message=message)
-        to_send += _end_attempt(session, job, ending="lost", outcome=lost)
+        to_send += _end_attempt(session, job, ending=LOST, outcome=lost)
     return to_send
 
 
@@ -179,7 +186,45 @@ def succeeded_among(session: Session, job_ids: list[str]) -> list[str]:
     )
 
 
-def _ended_as(session: Session, job_id: str, attempt: int, end: End) -> bool:
+def _is_free_loss(session: Session, job_id: str) -> bool:
+    """Return whether one more lost attempt costs the job none of its `max_attempts`.
+
+    A machine that sleeps or a network that fails is not the job's fault. A job that kills its worker
+    every time must end nevertheless.
+    """
+    return _num_lost(session, job_id) < MAX_FREE_LOSSES
+
+
+def _num_lost(session: Session, job_id: str) -> int:
+    query = select(func.count()).where(AttemptRow.job_id == job_id, AttemptRow.ending == LOST)
+    return session.scalar(query) or 0
+
+
+def _taken_back(session: Session, job_id: str, attempt: int, token: str) -> JobRow | None:
+    """Give a job whose attempt was ended as lost back to that attempt, while no other has claimed it."""
+    waiting = session.scalar(
+        select(JobRow)
+        .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED, JobRow.attempt == attempt)
+        .with_for_update()
+    )
+    if waiting is None or not _ended_as(session, job_id, attempt, LOST):
+        return None
+    was_free = _num_lost(session, job_id) <= MAX_FREE_LOSSES
+    row = session.get_one(AttemptRow, (job_id, attempt))
+    row.ended_at = row.ending = row.reason = row.message = None
+    transition(
+        session,
+        job_id,
+        JobState.RUNNING,
+        token=token,
+        worker=row.worker,
+        lease_until=func.now(),
+        used_attempts=JobRow.used_attempts + int(was_free),
+    )
+    return job_queries.get(session, job_id)
+
+
+def _ended_as(session: Session, job_id: str, attempt: int, end: End | str) -> bool:
     """Return whether the attempt was ended so: by its own worker, since the sweep says "lost"."""
     ending = session.scalar(
         select(AttemptRow.ending).where(AttemptRow.job_id == job_id, AttemptRow.number == attempt)
@@ -191,11 +236,12 @@ def _end_attempt(
     session: Session, job: JobRow, *, ending: End | str, outcome: Outcome
 ) -> list[QueuedJob]:
     """End the running attempt of a locked job; return the jobs to be sent."""
+    is_free = ending == End.HANDED_BACK or (ending == LOST and _is_free_loss(session, job.id))
     target, reason = next_state(
         outcome.end,
         state=JobState(job.state),
         reason=outcome.reason,
-        attempts_left=job.used_attempts < job.max_attempts,
+        attempts_left=is_free or job.used_attempts < job.max_attempts,
     )
     moved = transition(
         session,
@@ -204,7 +250,7 @@ def _end_attempt(
         held_by=job.token,
         reason=reason,
         message=outcome.message or None,
-        **_learned(job, outcome, target),
+        **_learned(job, outcome, target, is_free=is_free),
     )
     if not moved:
         raise InvalidTransition(job.id, job.state, target)
@@ -232,7 +278,7 @@ def _end_attempt(
     return job_queries.release_children(session, job.id)
 
 
-def _learned(job: JobRow, outcome: Outcome, target: JobState) -> dict[str, Any]:
+def _learned(job: JobRow, outcome: Outcome, target: JobState, *, is_free: bool) -> dict[str, Any]:
     """Return the columns of the job that the end of an attempt changes besides its state."""
     columns: dict[str, Any] = {}
     if outcome.measured:
@@ -243,7 +289,7 @@ def _learned(job: JobRow, outcome: Outcome, target: JobState) -> dict[str, Any]:
         columns["diagnosis"] = outcome.diagnosis
     if outcome.report is not None and outcome.report.evaluation:
         columns["metrics"] = outcome.report.evaluation
-    if target is JobState.QUEUED and outcome.end is End.HANDED_BACK:
+    if target is JobState.QUEUED and is_free:
         columns["used_attempts"] = JobRow.used_attempts - 1
     if target is JobState.QUEUED and (outcome.recipe_changes or outcome.plan):
         changed = Recipe.model_validate(job.recipe | outcome.recipe_changes)

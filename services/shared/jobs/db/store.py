@@ -242,6 +242,7 @@ class Store:
             return attempt_queries.heartbeat(
                 session,
                 claim.job_id,
+                attempt=claim.attempt,
                 token=claim.token,
                 phase=phase,
                 progress=progress,

@@ -115,7 +115,9 @@ def find_root_cause(run: RunDirectory, ending: RunExit, failures: list[Failure])
     told = [failure for failure in failures if failure.reason is not _ECHO]
     if told:
         first = told[0]
-        return RootCause(first.reason, first.message, first.rank, first, _text_of(first))
+        is_ours = first.reason is not Reason.LOST  # the worker was stopped, not the job at fault
+        text = _text_of(first)
+        return RootCause(first.reason, first.message, first.rank, first, text, is_ours=is_ours)
     spoke = {failure.rank for failure in failures}
     silent = [exit for exit in exits if exit.rank not in spoke]
     killed = [exit for exit in silent if exit.exit_code in (-9, 137)]
