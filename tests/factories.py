@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.db.store import Store
+from services.shared.jobs.documents import Evaluation, HeadDict, JobPlanDict, RecipeFields
 from services.shared.jobs.errors import prefix_field
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
@@ -23,6 +24,7 @@ from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import Reason
 from services.shared.jobs.views import JobView
+from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 SENTIMENT = Head(name="sentiment", labels=["negative", "positive"])
 DOMAIN = Head(name="domain", labels=["book", "computer", "hotel", "other"])
@@ -41,11 +43,11 @@ def dataset_card(heads: Sequence[Head] = (SENTIMENT,)) -> DatasetCard:
     )
 
 
-def succeeded(evaluation: dict[str, Any] | None = None) -> Outcome:
+def succeeded(evaluation: Evaluation | None = None) -> Outcome:
     """Return the outcome of an attempt that trained a model with the head SENTIMENT."""
     report = Report(
         outcome="succeeded",
-        heads=[SENTIMENT.model_dump(mode="json")],
+        heads=[cast("HeadDict", SENTIMENT.model_dump(mode="json"))],
         parameters=10,
         size_bytes=40,
         evaluation=evaluation or {"heads": {"sentiment": {"macro_f1": 0.9}}},
@@ -56,6 +58,16 @@ def succeeded(evaluation: dict[str, Any] | None = None) -> Outcome:
 def failed(reason: Reason = Reason.CRASHED) -> Outcome:
     """Return the outcome of an attempt whose rank 0 crashed."""
     return Outcome(end=End.FAILED, reason=reason, message="Rank 0 crashed.", exit_code=1)
+
+
+def plan_document(**fields: object) -> JobPlanDict:
+    """Return a stored plan of some fields, as an older version or a test may have written it."""
+    return cast("JobPlanDict", fields)
+
+
+def diagnosis_document(**fields: object) -> DiagnosisDict:
+    """Return a stored diagnosis of some fields."""
+    return cast("DiagnosisDict", fields)
 
 
 def write_artifact(settings: JobSettings, model_id: str) -> None:
@@ -139,7 +151,7 @@ def create_job(
     store: Store,
     spec: TeacherSpec | DistillSpec,
     *,
-    plan: dict[str, Any] | None = None,
+    plan: JobPlanDict | None = None,
     recipe: Recipe | None = None,
     idempotency_key: str | None = None,
 ) -> tuple[JobView, bool]:
@@ -152,8 +164,8 @@ def create_chain(
     store: Store,
     chain: ChainSpec,
     *,
-    teacher_plan: dict[str, Any] | None = None,
-    distill_plan: dict[str, Any] | None = None,
+    teacher_plan: JobPlanDict | None = None,
+    distill_plan: JobPlanDict | None = None,
     teacher_recipe: Recipe | None = None,
     distill_recipe: Recipe | None = None,
     idempotency_key: str | None = None,
@@ -175,9 +187,9 @@ def retry_job(
     store: Store,
     job_id: str,
     *,
-    recipe_changes: dict[str, Any] | None = None,
+    recipe_changes: RecipeFields | None = None,
     training_changes: dict[str, Any] | None = None,
-    plan: dict[str, Any] | None = None,
+    plan: JobPlanDict | None = None,
     idempotency_key: str | None = None,
 ) -> tuple[JobView, bool]:
     """Change a job's spec and store the job that repeats it, as the API does."""

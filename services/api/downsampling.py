@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
-from services.shared.jobs.planning.plan_vs_measured import PhaseMemory, phases_of
+from services.shared.jobs.planning.plan_vs_measured import PhaseMemory, PlannedPhases
 from services.shared.jobs.run_directory import MemoryRecord, RunDirectory, read_records
 
 RecordT = TypeVar("RecordT", bound=BaseModel)
@@ -52,7 +52,7 @@ def downsample(records: Iterable[RecordT], *, points: int) -> Series[RecordT]:
     return Series(total=total, stride=stride, points=kept)
 
 
-def rank_memory(run: RunDirectory, rank: int, *, plan: dict[str, Any], points: int) -> RankSeries:
+def rank_memory(run: RunDirectory, rank: int, *, planned: PlannedPhases, points: int) -> RankSeries:
     """Read one rank's memory file and compare its peaks with the phases of the plan."""
     peaks = _Peaks()
     records = (record for _, record in read_records(run.memory_file(rank), MemoryRecord))
@@ -64,7 +64,7 @@ def rank_memory(run: RunDirectory, rank: int, *, plan: dict[str, Any], points: i
         peak_allocated_bytes=peaks.allocated,
         peak_reserved_bytes=peaks.reserved,
         peak_host_rss_bytes=peaks.host_rss,
-        phases=phases_of(plan, peaks.by_phase, basis=peaks.basis),
+        phases=planned.compare(peaks.by_phase, basis=peaks.basis),
         series=series,
     )
 

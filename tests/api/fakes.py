@@ -13,7 +13,7 @@ from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import DoesNotFit
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
-from tests.factories import SENTIMENT
+from tests.factories import SENTIMENT, plan_document
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ class FakeAdmission:
     def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
         spec = resolved.spec
         self.seen.append(spec)
-        plan = {"verdict": "fits", "peak_bytes": 7, "phases": {"forward": 7}}
+        verdict = "does_not_fit" if self.refuses else "fits"
+        plan = plan_document(verdict=verdict, peak_bytes=7, phases={"forward": 7})
         if self.refuses:
-            raise DoesNotFit("7 bytes are too many.", {**plan, "verdict": "does_not_fit"})
+            raise DoesNotFit("7 bytes are too many.", plan)
         return PlannedSpec(resolved, plan, Recipe() if spec.recipe == "auto" else None)

@@ -14,6 +14,7 @@ from services.api.errors import to_problem
 from services.api.problems import PROBLEM_TYPES
 from services.shared.jobs import errors as shared
 from tests.api.harness import Platform
+from tests.factories import plan_document
 
 TEACHER = {"kind": "teacher", "dataset_id": "ds_1", "model": {"path": "base"}}
 
@@ -221,7 +222,7 @@ def test_every_shared_error_maps_to_a_problem() -> None:
         shared.Conflict("no"): "conflict",
         shared.InvalidTransition("job_1", "failed", "queued"): "invalid-transition",
         shared.GateNotPassed("mdl_1", "no"): "gate-not-passed",
-        shared.DoesNotFit("no", {"verdict": "does_not_fit"}): "does-not-fit",
+        shared.DoesNotFit("no", plan_document(verdict="does_not_fit")): "does-not-fit",
         shared.Unavailable("no"): "unavailable",
     }
     assert {to_problem(error).slug for error in samples} == set(samples.values())

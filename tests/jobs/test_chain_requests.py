@@ -14,6 +14,7 @@ from services.shared.jobs.resolved_spec import ResolvedTeacher
 from services.shared.jobs.spec import ChainSpec, Recipe
 from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import JobView
+from tests.factories import plan_document
 
 if TYPE_CHECKING:
     from tests.jobs.conftest import AtOnce, StoreDriver
@@ -45,9 +46,9 @@ def test_a_chain_is_two_jobs_of_which_the_second_waits(driver: StoreDriver) -> N
     teacher, child = _both(
         driver,
         chain,
-        teacher_plan={"peak_bytes": 1},
+        teacher_plan=plan_document(peak_bytes=1),
         teacher_recipe=Recipe(optimizer="sgd"),
-        distill_plan={"peak_bytes": 2},
+        distill_plan=plan_document(peak_bytes=2),
         distill_recipe=Recipe(optimizer="adafactor"),
     )
     assert (teacher.kind, teacher.state) == ("teacher", JobState.QUEUED)
@@ -55,8 +56,8 @@ def test_a_chain_is_two_jobs_of_which_the_second_waits(driver: StoreDriver) -> N
     assert teacher.spec == driver.teacher_spec()
     assert child.spec == driver.distill_spec({"job_id": teacher.id}, promote="when_passed")
     assert [(job.plan, job.recipe["optimizer"]) for job in (teacher, child)] == [
-        ({"peak_bytes": 1}, "sgd"),
-        ({"peak_bytes": 2}, "adafactor"),
+        (plan_document(peak_bytes=1), "sgd"),
+        (plan_document(peak_bytes=2), "adafactor"),
     ]
 
 
@@ -170,8 +171,8 @@ def test_a_part_that_is_none_is_refused(
         ChainSpec.model_validate(body | {part: body[part] | fields})
 
 
-def test_a_part_is_blamed_for_its_plan() -> None:
+def test_a_plan_that_does_not_fit_names_its_part() -> None:
     with pytest.raises(DoesNotFit) as refused, prefix_field("distill"):
-        raise DoesNotFit("Too much.", {"peak_bytes": 7})
+        raise DoesNotFit("Too much.", plan_document(peak_bytes=7))
     assert (str(refused.value), refused.value.field) == ("distill: Too much.", "distill")
-    assert refused.value.plan == {"peak_bytes": 7}
+    assert refused.value.plan == plan_document(peak_bytes=7)

@@ -50,7 +50,7 @@ def planned(spec: DistillSpec, *, whole_only: bool = False) -> JobPlan:
 
 SMALL = {"ranks": 8, "device": "k100_ai", "device_memory": "12GiB", "host_memory": "500GiB"}
 LONG = {"batch_size": 64, "micro_batch_tokens": 65_536, "max_length": 8192}
-FIXED = {"recipe": Recipe().model_dump(mode="json")}
+FIXED: dict[str, Any] = {"recipe": Recipe().model_dump(mode="json")}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from services.shared.jobs.documents import ProgressDict
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import TeacherSpec
@@ -14,7 +15,7 @@ class FakeStore:
     """Records the updates it receives; the real store is tested with Postgres."""
 
     def __init__(self, *answers: HeartbeatReply | Unavailable) -> None:
-        self.updates: list[tuple[Phase | None, dict[str, Any] | None]] = []
+        self.updates: list[tuple[Phase | None, ProgressDict | None]] = []
         self._answers = list(answers)
 
     def heartbeat(
@@ -22,7 +23,7 @@ class FakeStore:
         claim: Claim,
         *,
         phase: Phase | None,
-        progress: dict[str, Any] | None,
+        progress: ProgressDict | None,
         lease_seconds: float,
     ) -> HeartbeatReply:
         answer = self._answers.pop(0) if self._answers else HeartbeatReply.CONTINUE

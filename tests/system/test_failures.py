@@ -280,6 +280,7 @@ def test_the_root_cause_is_the_rank_that_failed_not_those_that_waited_for_it(
     assert (attempt.failed_rank, job.reason) == (1, Reason.HOST_OUT_OF_MEMORY)
     assert job.state is JobState.FAILED
     assert job.diagnosis is not None
+    assert job.diagnosis["message"] is not None
     assert job.diagnosis["message"]["requested_bytes"] == 2**50
 
 

@@ -27,7 +27,7 @@ from services.shared.jobs.views import Claim, EventType, FinishResult, JobView, 
 from services.shared.launch.aftermath.outcome import MemoryFailure
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch
-from tests.factories import create_job
+from tests.factories import create_job, diagnosis_document
 
 HERE = Path(__file__).parent
 MODULE = "fake_training"
@@ -214,7 +214,7 @@ def test_a_job_handed_back_is_sent_again_and_uses_no_attempt(store: Store, direc
 def test_a_job_with_automatic_retry_runs_again_with_the_remedy_that_fits(
     store: Store, direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remedy = MemoryFailure({"cause": "capacity"}, {"optimizer_in_backward": True})
+    remedy = MemoryFailure(diagnosis_document(cause="capacity"), {"optimizer_in_backward": True})
     monkeypatch.setattr("services.shared.launch.task.examine_memory", lambda *a, **k: remedy)
     job = _job(store, "run_out_of_memory_once", on_out_of_memory="retry")
     assert _run(store, job.id) == [QueuedJob(job.id, "teacher")]

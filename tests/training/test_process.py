@@ -92,7 +92,10 @@ def test_torchs_own_error_names_the_bytes_it_could_not_get() -> None:
     assert failure.request_bytes == 2**46
     assert failure.allocator is not None
     assert failure.allocator["basis"] == "process"
-    assert failure.allocator["resident_bytes"] <= failure.allocator["peak_resident_bytes"]
+    resident, peak = failure.allocator["resident_bytes"], failure.allocator["peak_resident_bytes"]
+    assert resident is not None
+    assert peak is not None
+    assert resident <= peak
 
 
 def test_a_failure_is_reported_when_the_allocator_can_no_longer_be_read(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 from fastapi import APIRouter, Depends
 
@@ -11,6 +11,8 @@ from services.api.deps import Admission, ContextDep
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.api.routes.jobs import RequestBody
+from services.shared.jobs.document_schema import StoredDocument
+from services.shared.jobs.documents import JobPlanDict
 from services.shared.jobs.errors import DoesNotFit, InvalidInput, prefix_field
 from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.spec import ChainSpec
@@ -22,8 +24,15 @@ router = APIRouter(
 )
 
 
+class ChainPlanDict(TypedDict):
+    """The memory plans of the two jobs of a chain."""
+
+    teacher: JobPlanDict
+    distill: JobPlanDict
+
+
 @router.post("/jobs/plan", operation_id="plan_job")
-def plan_job(body: RequestBody, context: ContextDep) -> dict[str, Any]:
+def plan_job(body: RequestBody, context: ContextDep) -> StoredDocument[JobPlanDict | ChainPlanDict]:
     """Plan a job's memory and store nothing. A job that does not fit has a plan too.
 
     A chain has two: `{"teacher": {...}, "distill": {...}}`.
@@ -39,7 +48,7 @@ def plan_job(body: RequestBody, context: ContextDep) -> dict[str, Any]:
         return {"teacher": first, "distill": _plan(distill, admission)}
 
 
-def _plan(resolved: ResolvedSpec, admission: Admission) -> dict[str, Any]:
+def _plan(resolved: ResolvedSpec, admission: Admission) -> JobPlanDict:
     try:
         planned = admission.plan(resolved)
     except DoesNotFit as refusal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
@@ -18,7 +18,9 @@ from services.api.deps import AppContext, ContextDep, JobId
 from services.api.downsampling import RankSeries, Series, downsample, rank_memory
 from services.api.openapi import problems
 from services.shared.files.tail import read_last_lines
+from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.errors import NotFound, Unavailable
+from services.shared.jobs.planning.plan_vs_measured import PlannedPhases
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.state import TERMINAL
 from services.shared.jobs.views import EventView, JobView
@@ -151,15 +153,18 @@ def get_job_memory(
     run, job = _run(context, job_id, attempt)
     number = attempt or job.attempt
     plans = {tried.number: tried.plan for tried in job.attempts}
-    plan = plans.get(number, job.plan) or {}  # each attempt's own: a remedy changes the plan
+    plan = plans.get(number, job.plan)  # each attempt's own: a remedy changes the plan
+    planned = PlannedPhases.of(plan)
     ranks = (
-        [rank_memory(run, rank, plan=plan, points=points) for rank in run.ranks()] if run else []
+        [rank_memory(run, rank, planned=planned, points=points) for rank in run.ranks()]
+        if run
+        else []
     )
     return JobMemory(
         job_id=job_id,
         attempt=number,
-        planned_peak_bytes=plan.get("peak_bytes"),
-        budget_bytes=plan.get("budget_bytes"),
+        planned_peak_bytes=plan.get("peak_bytes") if plan else None,
+        budget_bytes=plan.get("budget_bytes") if plan else None,
         ranks=ranks,
     )
 
@@ -169,7 +174,7 @@ class JobMetrics(BaseModel):
 
     job_id: str
     attempt: int
-    metrics: dict[str, Any] | None
+    metrics: Evaluation | None
     evaluations: list[ProgressRecord]
     series: Series[ProgressRecord]
 
@@ -182,7 +187,7 @@ def get_job_metrics(
     run, job = _run(context, job_id, attempt)
     evaluations: list[ProgressRecord] = []
 
-    def records() -> Any:
+    def records() -> Iterator[ProgressRecord]:
         for _, record in read_records(run.progress, ProgressRecord) if run else ():
             if record.evaluation is not None:
                 evaluations.append(record)

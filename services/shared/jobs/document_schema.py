@@ -1,7 +1,8 @@
-"""Schemas of the documents that `shared.memory` describes with the standard library alone.
+"""pydantic schemas of documents that are TypedDicts of the standard library.
 
-Before Python 3.12 pydantic takes a TypedDict of `typing_extensions` only, which memory does not
-import: `Document[...]` shows pydantic such a copy of each TypedDict.
+Before Python 3.12 pydantic accepts a TypedDict of `typing_extensions` only, which `shared.memory`
+does not import: `Document[...]` gives pydantic such a copy of each TypedDict. `StoredDocument[...]`
+describes a document in the same way, but does not validate its fields.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import (
 )
 
 from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, core_schema
 from typing_extensions import NotRequired, TypedDict
 
 Fields = TypeVar("Fields")
@@ -35,7 +36,33 @@ class _StandardTypedDict:
         return handler.generate_schema(_for_pydantic(source))
 
 
+class _StoredTypedDict:
+    """Annotates a TypedDict whose values pydantic describes and passes through unchanged."""
+
+    def __get_pydantic_core_schema__(
+        self, source: type, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            _unchanged,
+            handler.generate_schema(_for_pydantic(source)),
+            serialization=core_schema.plain_serializer_function_ser_schema(_same),
+        )
+
+
 Document = Annotated[Fields, _StandardTypedDict()]
+
+# Of a document that an older version may have stored, with other fields or in another order.
+StoredDocument = Annotated[Fields, _StoredTypedDict()]
+
+
+def _unchanged(value: Any, _validate: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _for_pydantic(kind: Any) -> Any:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from services.shared.jobs.documents import JobPlanDict
 
 
 class StillhouseError(Exception):
@@ -65,7 +66,7 @@ class GateNotPassed(Conflict):
 class DoesNotFit(StillhouseError):
     """The plan says that the job would run out of memory."""
 
-    def __init__(self, message: str, plan: dict[str, Any], *, field: str | None = None) -> None:
+    def __init__(self, message: str, plan: JobPlanDict, *, field: str | None = None) -> None:
         super().__init__(message)
         self.plan = plan
         self.field = field  # of the request that holds several jobs

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.spec import Gate
 
 
@@ -54,7 +55,7 @@ class Int8Gate(BaseModel):
     heads: dict[str, HeadComparison]
 
 
-def evaluate_gate(gate: Gate, evaluation: dict[str, Any]) -> GateResult:
+def evaluate_gate(gate: Gate, evaluation: Evaluation) -> GateResult:
     """Compare a student's evaluation with its teacher's, head by head.
 
     `evaluation` is that of a distillation's report:

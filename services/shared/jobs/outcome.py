@@ -1,14 +1,22 @@
-"""How an attempt ended: the value that `launch.verdict` makes and `jobs.store` applies."""
+"""How an attempt ended: made by `launch.aftermath.outcome`, applied by `jobs.db.store`."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from services.shared.jobs.document_schema import StoredDocument
+from services.shared.jobs.documents import (
+    FailureDict,
+    JobPlanDict,
+    MeasuredPeaks,
+    ObservedSharding,
+    RecipeFields,
+)
 from services.shared.jobs.run_directory import Report
 from services.shared.jobs.state import Reason
+from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 
 class End(str, Enum):
@@ -34,9 +42,9 @@ class Outcome(BaseModel):
     exit_code: int | None = None
     failed_rank: int | None = None
     report: Report | None = None
-    diagnosis: dict[str, Any] | None = None  # memory.forensics, after a memory failure
-    measured: dict[str, dict[str, int]] = {}  # rank -> phase -> peak allocated bytes
-    observed: dict[str, dict[str, Any]] = {}  # rank -> what the probe saw after wrapping
-    failure: dict[str, Any] | None = None  # Failure of the rank that caused it
-    recipe_changes: dict[str, Any] = {}  # with RETRY: fields of spec.Recipe to change
-    plan: dict[str, Any] | None = None  # with RETRY: of the changed recipe
+    diagnosis: StoredDocument[DiagnosisDict] | None = None  # after a memory failure
+    measured: MeasuredPeaks = {}
+    observed: StoredDocument[ObservedSharding] = {}
+    failure: StoredDocument[FailureDict] | None = None  # of the rank that caused it
+    recipe_changes: RecipeFields = {}  # with RETRY
+    plan: StoredDocument[JobPlanDict] | None = None  # with RETRY: of the changed recipe

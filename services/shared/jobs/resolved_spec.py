@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from services.shared.datasets.card import Head, heads_difference
+from services.shared.jobs.documents import JobPlanDict
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.paths import resolve_model
 from services.shared.jobs.settings import JobSettings
@@ -82,7 +82,7 @@ class PlannedSpec:
     """What is stored with an admitted job. Without a plan `unplanned` says why."""
 
     resolved: ResolvedSpec
-    plan: dict[str, Any] | None = None
+    plan: JobPlanDict | None = None
     recipe: Recipe | None = None  # the one that the planner chose where the spec says `auto`
     unplanned: Unplanned | None = None
 

@@ -18,13 +18,21 @@ half a line, which readers skip.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.shared.files.atomic_write import write_text
+from services.shared.jobs.document_schema import StoredDocument
+from services.shared.jobs.documents import (
+    AllocatorDict,
+    Evaluation,
+    HeadDict,
+    ObservedShardingDict,
+    RecipeFields,
+)
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import Phase, Reason
 
@@ -46,7 +54,7 @@ class RunInput(_Record):
     model_dir: Path | None = None  # spec.model / spec.student, when it names a directory
     teacher_dir: Path | None = None  # distillation: the teacher's artifact or directory
     resume_dir: Path | None = None  # checkpoints of an earlier attempt
-    recipe: dict[str, Any] = {}  # spec.recipe with `auto` resolved (fields of spec.Recipe)
+    recipe: RecipeFields = {}  # with `auto` resolved
     cache_dir: Path | None = None  # signals of teachers, shared by jobs
 
 
@@ -76,7 +84,7 @@ class ProgressRecord(_Record):
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     padding_share: float | None = None
-    evaluation: dict[str, Any] | None = None  # metrics by head, after each evaluation
+    evaluation: Evaluation | None = None
     message: str | None = None
 
 
@@ -93,7 +101,7 @@ class MemoryRecord(_Record):
     device_total_bytes: int | None = None
     host_rss_bytes: int | None = None
     basis: str | None = None  # what was counted: "allocator", or what the rank could walk
-    observed: dict[str, Any] | None = None
+    observed: StoredDocument[ObservedShardingDict] | None = None
 
 
 class Failure(_Record):
@@ -108,7 +116,7 @@ class Failure(_Record):
     error_type: str = ""
     traceback: str = ""
     request_bytes: int | None = None
-    allocator: dict[str, Any] | None = None
+    allocator: StoredDocument[AllocatorDict] | None = None
 
 
 class Report(_Record):
@@ -120,11 +128,11 @@ class Report(_Record):
     epochs: float = 0.0
     seconds: float = 0.0
     artifact: str | None = None  # relative to the run directory, normally "export"
-    heads: list[dict[str, Any]] = []  # name, type, labels
+    heads: list[StoredDocument[HeadDict]] = []
     parameters: int = 0
     size_bytes: int = 0
     manifest_sha256: str | None = None
-    evaluation: dict[str, Any] = {}  # {"heads": {name: {accuracy, macro_f1, ...}}, ...}
+    evaluation: Evaluation = {}
     details: dict[str, Any] = {}  # padding share, best epoch, truncated texts ...
 
 
@@ -168,7 +176,7 @@ class RunDirectory:
         return sorted((f for f in found if f is not None), key=lambda f: f.time)
 
 
-def write_json(path: Path, value: BaseModel | dict[str, Any]) -> None:
+def write_json(path: Path, value: BaseModel | Mapping[str, object]) -> None:
     """Write a whole JSON file atomically. Raises OSError."""
     write_text(path, value.model_dump_json() if isinstance(value, BaseModel) else json.dumps(value))
 

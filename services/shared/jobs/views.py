@@ -6,17 +6,34 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from services.shared.datasets.card import DatasetCard
+from services.shared.jobs.document_schema import StoredDocument
+from services.shared.jobs.documents import (
+    Evaluation,
+    EventDataDict,
+    FailureDict,
+    HeadDict,
+    JobPlanDict,
+    MeasuredPeaks,
+    ObservedSharding,
+    ProgressDict,
+    RecipeFields,
+)
 from services.shared.jobs.gates import GateResult, Int8Gate
 from services.shared.jobs.outcome import Outcome
-from services.shared.jobs.planning.plan_vs_measured import RankMemory, compare_phases
+from services.shared.jobs.planning.plan_vs_measured import (
+    PlannedPhases,
+    RankMemory,
+    compare_phases,
+)
 from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.state import JobState, Phase, Reason
+from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 Kind = Literal["teacher", "distill"]
 
@@ -51,7 +68,7 @@ class JobSummary(_View):
     phase: Phase | None
     reason: Reason | None
     message: str | None
-    progress: dict[str, Any] | None
+    progress: StoredDocument[ProgressDict] | None
     dataset_id: str
     parent_job_id: str | None
     retry_of: str | None
@@ -67,7 +84,7 @@ class AttemptView(_View):
     job_id: str
     number: int
     worker: str
-    recipe: dict[str, Any]
+    recipe: RecipeFields
     started_at: datetime
     ended_at: datetime | None
     ending: str | None  # outcome.End, or "lost"
@@ -75,23 +92,23 @@ class AttemptView(_View):
     message: str | None
     exit_code: int | None
     failed_rank: int | None
-    measured: dict[str, dict[str, int]] | None
-    observed: dict[str, Any] | None
-    diagnosis: dict[str, Any] | None
-    plan: dict[str, Any] | None  # that it ran with
-    failure: dict[str, Any] | None  # of the rank that caused it: its request, its allocator's state
+    measured: MeasuredPeaks | None
+    observed: StoredDocument[ObservedSharding] | None
+    diagnosis: StoredDocument[DiagnosisDict] | None
+    plan: StoredDocument[JobPlanDict] | None  # that it ran with
+    failure: StoredDocument[FailureDict] | None  # of the rank that caused it
 
 
 class JobView(JobSummary):
     """Everything that `GET /jobs/{id}` shows."""
 
     spec: TeacherSpec | DistillSpec
-    recipe: dict[str, Any]  # of the next or running attempt, `auto` resolved
-    plan: dict[str, Any] | None
-    metrics: dict[str, Any] | None  # last evaluation: {"heads": {name: {...}}, ...}
-    measured: dict[str, dict[str, int]] | None  # rank -> phase -> peak allocated bytes
-    observed: dict[str, Any] | None  # rank -> what the probe saw after wrapping
-    diagnosis: dict[str, Any] | None
+    recipe: RecipeFields  # of the next or running attempt, `auto` resolved
+    plan: StoredDocument[JobPlanDict] | None
+    metrics: Evaluation | None  # of the last evaluation
+    measured: MeasuredPeaks | None
+    observed: StoredDocument[ObservedSharding] | None
+    diagnosis: StoredDocument[DiagnosisDict] | None
     max_attempts: int
     worker: str | None
     teacher_model_id: str | None
@@ -103,7 +120,7 @@ class JobView(JobSummary):
     @property
     def memory(self) -> dict[str, RankMemory]:
         """Planned and measured peaks of each phase, by rank."""
-        return compare_phases(self.plan, self.measured, self.observed)
+        return compare_phases(PlannedPhases.of(self.plan), self.measured, self.observed)
 
 
 class EventType(str, Enum):
@@ -123,7 +140,7 @@ class EventView(_View):
     job_id: str
     attempt: int
     type: EventType
-    data: dict[str, Any]
+    data: StoredDocument[EventDataDict]
     created_at: datetime
 
 
@@ -146,11 +163,11 @@ class ModelView(_View):
     name: str | None
     dataset_id: str
     teacher_model_id: str | None
-    heads: list[dict[str, Any]]
+    heads: list[StoredDocument[HeadDict]]
     parameters: int
     size_bytes: int
     manifest_sha256: str | None
-    metrics: dict[str, Any]
+    metrics: Evaluation
     gate: GateResult | None  # None for teachers: nothing to compare with
     int8_gate: Int8Gate | None  # None until the model was prepared for serving in 8 bits
     serving: dict[str, ServingView]  # by alias: of the model's newest promotion to it
@@ -194,8 +211,8 @@ class Claim:
     attempt: int
     token: str
     spec: TeacherSpec | DistillSpec
-    recipe: dict[str, Any]  # fields of spec.Recipe, `auto` resolved, changes of retries applied
-    plan: dict[str, Any] | None
+    recipe: RecipeFields  # `auto` resolved, changes of retries applied
+    plan: JobPlanDict | None
     model_id: str  # of the model that this attempt makes if it succeeds
     resolved: ResolvedSpec | None  # None only with a `problem`
     resume_dir: Path | None  # checkpoints of an earlier attempt

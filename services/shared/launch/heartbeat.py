@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import structlog
 
 from services.shared.files.atomic_write import partial_path
+from services.shared.jobs.documents import ProgressDict
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.run_directory import (
     ProgressRecord,
@@ -28,7 +29,7 @@ class LeaseStore(Protocol):
         claim: Claim,
         *,
         phase: Phase | None,
-        progress: dict[str, Any] | None,
+        progress: ProgressDict | None,
         lease_seconds: float,
     ) -> HeartbeatReply:
         """Renew the lease of the claim and copy progress."""
@@ -84,23 +85,24 @@ class Heartbeat:
         except OSError as error:  # a full disk: the ranks report it better
             log.warning("heartbeat_not_shown", job_id=self._claim.job_id, error=str(error))
 
-    def _new_updates(self) -> tuple[int, list[tuple[Phase | None, dict[str, Any] | None]]]:
+    def _new_updates(self) -> tuple[int, list[tuple[Phase | None, ProgressDict | None]]]:
         """Return where reading ended, and the updates to send: at least one, to renew the lease.
 
         Ordinary lines are merged into one update; a new phase and an evaluation each keep their own, since
         each becomes an event.
         """
         offset = self._offset
-        updates: list[tuple[Phase | None, dict[str, Any] | None]] = []
+        updates: list[tuple[Phase | None, ProgressDict | None]] = []
         phase: Phase | None = None
-        merged: dict[str, Any] = {}
+        merged: ProgressDict = {}
         for end, record in read_records(self._run.progress, ProgressRecord, offset=offset):
             offset = end
             if merged and (record.phase != phase or "evaluation" in merged):
                 updates.append((phase, merged))
                 merged = {}
             phase = record.phase
-            merged |= record.model_dump(mode="json", exclude_none=True, exclude={"phase"})
+            changed = record.model_dump(mode="json", exclude_none=True, exclude={"phase"})
+            merged |= cast("ProgressDict", changed)
         if merged or not updates:
             updates.append((phase, merged or None))
         return offset, updates

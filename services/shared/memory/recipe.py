@@ -238,14 +238,14 @@ class Recipe:
                 raise InvalidInput(name, "is no knob of a recipe", accepted=known)
         return replace(self, **changes)
 
-    def to_dict(self) -> RecipeDict:
+    def to_dict(self) -> PlannedRecipeDict:
         """Return the fields as plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         plain = {name: str(v) if isinstance(v, Enum) else v for name, v in values.items()}
-        return cast("RecipeDict", plain)
+        return cast("PlannedRecipeDict", plain)
 
 
-class RecipeDict(TypedDict):
+class PlannedRecipeDict(TypedDict):
     """A recipe as JSON: enums by their values. See `Recipe`."""
 
     sharding: str

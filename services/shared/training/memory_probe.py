@@ -11,11 +11,11 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from services.shared.jobs.documents import ObservedShardingDict
 from services.shared.jobs.run_directory import MemoryRecord, RunDirectory, append_record
 from services.shared.jobs.state import Reason
 from services.shared.training.optim.optimizer import Optimizer
@@ -108,12 +108,10 @@ class MemoryProbe:
         self.watch(sharded, None)
         record = self.measure("wrap")
         observed = observe_sharding(sharded, self._world)
-        record.observed = {
-            **observed,
-            "basis": record.basis,
-            "allocated_bytes": record.allocated_bytes,
-            "reserved_bytes": record.reserved_bytes,
-        }
+        observed["basis"] = record.basis
+        observed["allocated_bytes"] = record.allocated_bytes
+        observed["reserved_bytes"] = record.reserved_bytes
+        record.observed = observed
         append_record(self._file, record)
         faults = _sharding_faults(observed, sharded, allocated=record.allocated_bytes)
         covered = self._world.sum(
@@ -132,22 +130,7 @@ class MemoryProbe:
             raise RunFailed(Reason.NOT_SHARDED, f"Stopped before the first step: {fault}.")
 
 
-class ObservedSharding(TypedDict):
-    """The result of wrapping on one rank, and what the recipe expects of it; sizes in bytes."""
-
-    engine: str
-    ranks: int
-    sharding: str
-    sharded_units: int
-    expected_units: int
-    local_parameter_bytes: int
-    expected_local_parameter_bytes: int
-    whole_model_bytes: int
-    largest_unit_bytes: int
-    parameter_dtypes: list[str]
-
-
-def observe_sharding(sharded: Sharded, world: World) -> ObservedSharding:
+def observe_sharding(sharded: Sharded, world: World) -> ObservedShardingDict:
     """Return what this rank holds after wrapping, and what the recipe expects it to hold."""
     parameters = [shard.local for shard in sharded.shards]
     item = parameters[0].dtype.itemsize
@@ -175,7 +158,9 @@ def _live_units(sharded: Sharded) -> int:
     return count
 
 
-def _sharding_faults(observed: ObservedSharding, sharded: Sharded, *, allocated: int) -> list[str]:
+def _sharding_faults(
+    observed: ObservedShardingDict, sharded: Sharded, *, allocated: int
+) -> list[str]:
     faults = []
     if observed["sharded_units"] != observed["expected_units"]:
         faults.append(

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, NoReturn
 
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+from services.shared.jobs.documents import AllocatorDict
 from services.shared.jobs.run_directory import (
     Failure,
     RunDirectory,
@@ -349,7 +350,7 @@ def _request_bytes(message: str) -> int | None:
     return round(float(found["number"]) * _UNITS[unit])
 
 
-def allocator_state() -> dict[str, Any] | None:
+def allocator_state() -> AllocatorDict | None:
     """Return the accelerator allocator's counters in bytes; without one, those of this process.
 
     None where they can no longer be read; the original failure must still be reported.
@@ -362,7 +363,7 @@ def allocator_state() -> dict[str, Any] | None:
         return None
 
 
-def _device_memory() -> dict[str, Any]:
+def _device_memory() -> AllocatorDict:
     free, total = torch.cuda.mem_get_info()
     stats = torch.cuda.memory_stats()
     return {
@@ -379,7 +380,7 @@ def _device_memory() -> dict[str, Any]:
     }
 
 
-def _process_memory() -> dict[str, Any]:
+def _process_memory() -> AllocatorDict:
     """Return the kernel's counters of this process; torch's CPU allocator has none."""
     with Path("/proc/self/status").open(encoding="ascii", errors="replace") as lines:
         status = dict(line.split(":", 1) for line in lines if line.endswith(" kB\n"))

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from typing_extensions import Unpack
 
 from services.shared.jobs.db.store import Store
+from services.shared.jobs.documents import ProgressDict
 from services.shared.jobs.errors import Conflict, InvalidTransition
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.resolved_spec import ResolvedTeacher
@@ -16,7 +18,7 @@ from services.shared.jobs.run_directory import Report
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import TERMINAL, JobState, Phase, Reason
 from services.shared.jobs.views import EventType, HeartbeatReply
-from tests.factories import create_job
+from tests.factories import create_job, diagnosis_document, plan_document
 
 if TYPE_CHECKING:
     from tests.jobs.conftest import AtOnce, StoreDriver
@@ -118,7 +120,7 @@ def test_a_heartbeat_copies_progress_and_tells_changes_once(driver: StoreDriver)
     claim = driver.running()
     evaluation = {"heads": {"sentiment": {"macro_f1": 0.5}}}
 
-    def beat(**progress: object) -> HeartbeatReply:
+    def beat(**progress: Unpack[ProgressDict]) -> HeartbeatReply:
         return driver.store.heartbeat(
             claim, phase=Phase.TRAINING, progress=progress, lease_seconds=60
         )
@@ -203,14 +205,15 @@ def test_failure_keeps_what_was_learned(driver: StoreDriver) -> None:
         message="Rank 1 ran out of memory.",
         exit_code=1,
         failed_rank=1,
-        diagnosis={"cause": "not_sharded"},
+        diagnosis=diagnosis_document(cause="not_sharded"),
         measured={"0": {"forward": 10}},
         observed={"0": {"sharded_units": 0}},
     )
     driver.store.finish(claim, outcome)
     job = driver.store.job(claim.job_id)
     assert (job.state, job.reason) == (JobState.FAILED, Reason.DEVICE_OUT_OF_MEMORY)
-    assert (job.diagnosis, job.measured) == ({"cause": "not_sharded"}, {"0": {"forward": 10}})
+    assert job.diagnosis == diagnosis_document(cause="not_sharded")
+    assert job.measured == {"0": {"forward": 10}}
     attempt = driver.store.attempts(claim.job_id)[0]
     assert (attempt.ending, attempt.failed_rank, attempt.exit_code) == ("failed", 1, 1)
     assert job.model_id is None
@@ -221,7 +224,7 @@ OUT_OF_MEMORY = Outcome(
     reason=Reason.DEVICE_OUT_OF_MEMORY,
     message="Rank 1 ran out of memory.",
     recipe_changes={"optimizer_impl": "for_loop"},
-    plan={"peak_bytes": 3},
+    plan=plan_document(peak_bytes=3),
     failure={"rank": 1, "request_bytes": 932 * 2**20},
 )
 
@@ -229,23 +232,25 @@ OUT_OF_MEMORY = Outcome(
 def test_every_attempt_keeps_the_plan_it_ran_with_and_what_its_failed_rank_said(
     driver: StoreDriver,
 ) -> None:
-    job, _ = driver.create_job(driver.teacher_spec(), plan={"peak_bytes": 5})
+    job, _ = driver.create_job(driver.teacher_spec(), plan=plan_document(peak_bytes=5))
     driver.store.finish(driver.claim(job.id), OUT_OF_MEMORY)
-    assert driver.claim(job.id).plan == {"peak_bytes": 3}
+    assert driver.claim(job.id).plan == plan_document(peak_bytes=3)
     job = driver.store.job(job.id)
-    assert [attempt.plan for attempt in job.attempts] == [{"peak_bytes": 5}, {"peak_bytes": 3}]
+    plans = [attempt.plan for attempt in job.attempts]
+    assert plans == [plan_document(peak_bytes=5), plan_document(peak_bytes=3)]
     assert [attempt.failure for attempt in job.attempts] == [OUT_OF_MEMORY.failure, None]
-    assert job.plan == {"peak_bytes": 3}
+    assert job.plan == plan_document(peak_bytes=3)
 
 
 def test_a_remedy_that_only_places_the_teacher_changes_the_plan_alone(driver: StoreDriver) -> None:
     claim = driver.running()
     moved = OUT_OF_MEMORY.model_copy(
-        update={"recipe_changes": {}, "plan": {"teacher_placement": "sharded"}}
+        update={"recipe_changes": {}, "plan": plan_document(teacher_placement="sharded")}
     )
     driver.store.finish(claim, moved)
     again = driver.claim(claim.job_id)
-    assert (again.recipe, again.plan) == (claim.recipe, {"teacher_placement": "sharded"})
+    assert again.recipe == claim.recipe
+    assert again.plan == plan_document(teacher_placement="sharded")
 
 
 def test_a_retried_attempt_queues_the_job_with_the_changed_recipe(driver: StoreDriver) -> None:

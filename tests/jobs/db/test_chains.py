@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from services.shared.datasets.card import Head
+from services.shared.jobs.documents import RecipeFields
 from services.shared.jobs.errors import InvalidInput, InvalidTransition
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.resolved_spec import ResolvedTeacher
 from services.shared.jobs.run_directory import RunDirectory
-from services.shared.jobs.spec import Recipe
+from services.shared.jobs.spec import DistillSpec, Recipe
 from services.shared.jobs.state import JobState, Reason
-from services.shared.jobs.views import JobView
-from tests.factories import retry_job
+from services.shared.jobs.views import Claim, JobView
+from tests.factories import plan_document, retry_job
 
 if TYPE_CHECKING:
     from tests.jobs.conftest import AtOnce, StoreDriver
@@ -96,9 +97,9 @@ def test_no_child_is_left_waiting_when_its_teacher_ends_meanwhile(
 ) -> None:
     for _ in range(10):
         parent = driver.running()
-        children = []
+        children: list[str] = []
 
-        def either(number: int, parent=parent, children=children) -> None:
+        def either(number: int, parent: Claim = parent, children: list[str] = children) -> None:
             if number == 0:
                 driver.succeed(parent)
             else:
@@ -135,9 +136,9 @@ def test_a_teacher_without_the_head_is_refused(driver: StoreDriver) -> None:
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
 def test_a_retry_is_a_new_job(driver: StoreDriver, state: JobState) -> None:
     old = driver.store.job(driver.in_state(state))
-    new = driver.retry(old.id, plan={"verdict": "fits"})
+    new = driver.retry(old.id, plan=plan_document(verdict="fits"))
     assert (new.state, new.retry_of, new.attempt) == (JobState.QUEUED, old.id, 0)
-    assert (new.spec, new.plan) == (old.spec, {"verdict": "fits"})
+    assert (new.spec, new.plan) == (old.spec, plan_document(verdict="fits"))
     assert driver.store.job(old.id) == old
 
 
@@ -152,6 +153,7 @@ def test_a_retried_teacher_brings_those_that_failed_with_it(driver: StoreDriver)
     (child_id,) = again.child_job_ids  # who was cancelled on request stays away
     new = driver.store.job(child_id)
     assert (new.state, new.retry_of, new.parent_job_id) == (JobState.WAITING, child.id, again.id)
+    assert isinstance(new.spec, DistillSpec)
     assert new.spec.teacher.job_id == again.id
     assert new.recipe == driver.store.job(child.id).recipe
     (grandchild_id,) = new.child_job_ids
@@ -202,8 +204,9 @@ def test_a_retry_takes_a_remedy_that_places_the_teacher(driver: StoreDriver) -> 
     teacher = driver.succeed(driver.running())
     old = driver.create_job(driver.distill_spec({"model_id": teacher}))[0]
     driver.store.finish(driver.claim(old.id), CRASHED)
-    changes = {"teacher_placement": "sharded", "micro_batch_tokens": 512}
+    changes: RecipeFields = {"teacher_placement": "sharded", "micro_batch_tokens": 512}
     new = driver.retry(old.id, recipe_changes=changes)
+    assert isinstance(new.spec, DistillSpec)
     assert new.spec.distillation.teacher_placement == "sharded"
     assert new.recipe == old.recipe | {"micro_batch_tokens": 512}
 

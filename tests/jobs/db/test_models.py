@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from services.shared.jobs.errors import Conflict, InvalidInput
 from services.shared.jobs.gates import HeadComparison, Int8Gate
 from services.shared.jobs.state import JobState
+from services.shared.jobs.views import ServingView
 
 if TYPE_CHECKING:
     from tests.jobs.conftest import StoreDriver
@@ -66,7 +67,9 @@ def test_going_back_is_promoting_the_former_again(driver: StoreDriver) -> None:
     first, second = (driver.succeed(driver.running()) for _ in range(2))
     for model_id in (first, second, first):
         driver.store.promote(model_id)
-    assert driver.store.active().model_id == first
+    active = driver.store.active()
+    assert active is not None
+    assert active.model_id == first
     page = driver.store.promotions(limit=2)
     rest = driver.store.promotions(limit=2, cursor=page.next_cursor)
     assert [p.model_id for p in page.items + rest.items] == [first, second, first]
@@ -129,15 +132,22 @@ def test_the_last_word_on_a_promotion_is_shown_with_it_and_with_its_model(
     }  # of the newest nothing is known
 
 
+def _serving(driver: StoreDriver) -> ServingView:
+    active = driver.store.active()
+    assert active is not None
+    assert active.serving is not None
+    return active.serving
+
+
 def test_what_was_said_of_a_promotion_is_not_said_again(driver: StoreDriver) -> None:
     promotion = driver.store.promote(driver.succeed(driver.running()))
     seen = []
     for free in ("1 MiB", "2 MiB"):
         driver.store.report_refused(promotion.id, f"{free} are available", transient=True)
-        seen.append(driver.store.active().serving)
+        seen.append(_serving(driver))
     assert seen[0] == seen[1]
     driver.store.report_refused(promotion.id, "it answers otherwise", transient=False)
-    assert driver.store.active().serving.why == "it answers otherwise"
+    assert _serving(driver).why == "it answers otherwise"
 
 
 def test_what_was_said_is_never_changed(driver: StoreDriver) -> None:

@@ -8,9 +8,12 @@ import pytest
 
 from services.shared.jobs.db.connection import transaction
 from services.shared.jobs.db.transitions import transition
+from services.shared.jobs.documents import ProgressDict
 from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.state import TRANSITIONS, JobState, Reason
+from services.shared.jobs.views import Kind
+from tests.factories import plan_document
 
 if TYPE_CHECKING:
     from tests.jobs.conftest import AtOnce, StoreDriver
@@ -19,12 +22,14 @@ CRASHED = Outcome(end=End.FAILED, reason=Reason.CRASHED, message="Rank 0 crashed
 
 
 def test_a_new_job_is_queued_with_its_event(driver: StoreDriver) -> None:
-    job, created = driver.create_job(driver.teacher_spec(name="first"), plan={"verdict": "fits"})
+    job, created = driver.create_job(
+        driver.teacher_spec(name="first"), plan=plan_document(verdict="fits")
+    )
     assert created
     assert (job.state, job.name, job.plan, job.attempt) == (
         JobState.QUEUED,
         "first",
-        {"verdict": "fits"},
+        plan_document(verdict="fits"),
         0,
     )
     assert [event.data["state"] for event in driver.store.events(job.id)] == ["queued"]
@@ -87,7 +92,7 @@ def test_an_unknown_id_is_not_found_whatever_it_holds(driver: StoreDriver, odd: 
 
 def test_text_that_postgres_cannot_hold_is_stored_with_replacements(driver: StoreDriver) -> None:
     claim = driver.running(name="a\x00b")
-    progress = {"loss": float("nan"), "message": "half a pair \ud83d", "step": 3}
+    progress: ProgressDict = {"loss": float("nan"), "message": "half a pair \ud83d", "step": 3}
     driver.store.heartbeat(claim, progress=progress, lease_seconds=60)
     driver.store.finish(claim, CRASHED.model_copy(update={"message": "nul \x00 in a log"}))
     job = driver.store.job(claim.job_id)
@@ -116,8 +121,8 @@ def test_a_list_is_filtered_by_state_and_kind(driver: StoreDriver) -> None:
     queued = driver.queued()
     child, _ = driver.create_job(driver.distill_spec({"job_id": queued.id}))
 
-    def ids(**filters: object) -> list[str]:
-        return [job.id for job in driver.store.list_jobs(**filters).items]
+    def ids(*, state: JobState | None = None, kind: Kind | None = None) -> list[str]:
+        return [job.id for job in driver.store.list_jobs(state=state, kind=kind).items]
 
     assert ids(state=JobState.RUNNING) == [running.job_id]
     assert ids(kind="distill") == [child.id]

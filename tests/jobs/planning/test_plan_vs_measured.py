@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from services.shared.jobs.planning.plan_vs_measured import compare_phases
+from services.shared.jobs.documents import JobPlanDict, ObservedSharding
+from services.shared.jobs.planning.plan_vs_measured import (
+    PhaseMemory,
+    PlannedPhases,
+    compare_phases,
+)
+from tests.factories import plan_document
 
-PLAN = {"phases": {"wrap": 100, "forward": 1000}, "recipe": {"engine": "fsdp2"}}
+PLAN = plan_document(phases={"wrap": 100, "forward": 1000}, recipe={"engine": "fsdp2"})
 WALKED = "live parameters, gradients and optimizer state; no activations or temporaries"
 
 
-def seen(basis: str | None, plan: dict[str, Any] | None = PLAN) -> dict[str, Any]:
+def seen(basis: str | None, plan: JobPlanDict | None = PLAN) -> dict[str, PhaseMemory]:
     measured = {"0": {"wrap": 110, "forward": 900, "evaluation": 5}}
-    observed = {"0": {"basis": basis}} if basis else None
-    return compare_phases(plan, measured, observed)["0"].phases
+    observed: ObservedSharding | None = {"0": {"basis": basis}} if basis else None
+    return compare_phases(PlannedPhases.of(plan), measured, observed)["0"].phases
 
 
 def test_an_allocators_counts_are_held_against_the_plan_in_every_phase() -> None:
@@ -32,12 +36,12 @@ def test_a_walk_over_the_state_says_nothing_of_activations() -> None:
 
 
 def test_a_walk_after_wrapping_says_nothing_of_fsdp1s_flat_copies() -> None:
-    phases = seen(WALKED, PLAN | {"recipe": {"engine": "fsdp1"}})
+    phases = seen(WALKED, plan_document(**{**PLAN, "recipe": {"engine": "fsdp1"}}))
     assert phases["wrap"].error_ratio is None
 
 
 def test_a_walk_over_a_student_says_nothing_of_the_teacher_beside_it() -> None:
-    assert seen(WALKED, PLAN | {"teacher_placement": "sharded"})["wrap"].error_ratio is None
+    assert seen(WALKED, {**PLAN, "teacher_placement": "sharded"})["wrap"].error_ratio is None
 
 
 @pytest.mark.parametrize("basis", [None, WALKED, "allocator"])
@@ -47,5 +51,5 @@ def test_a_phase_that_one_side_does_not_know_has_no_error(basis: str | None) -> 
 
 
 def test_without_a_plan_or_a_measurement_nothing_is_claimed() -> None:
-    assert compare_phases(PLAN, None, None) == {}
+    assert compare_phases(PlannedPhases.of(PLAN), None, None) == {}
     assert seen("allocator", None)["wrap"].error_ratio is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ GOLDEN = {
 }
 
 
-def settings(**values: object) -> JobSettings:
+def settings(**values: Any) -> JobSettings:
     return JobSettings(
         database_url="postgresql+psycopg:///x", broker_url="redis://x", data_dir=Path(), **values
     )

@@ -92,6 +92,7 @@ def test_a_job_that_ran_out_of_memory_is_read_down_to_the_tensor(
     found = _examine(tmp_path, claim, failure, log=f"torch.OutOfMemoryError: {MESSAGE}").diagnosis
     assert found is not None
     assert found["sharded"] == "yes"
+    assert found["message"] is not None
     assert found["message"]["requested_bytes"] == 932 * 2**20
     assert found["request"][0]["what"] == "one transformer layer as a flat buffer"
 
@@ -157,5 +158,6 @@ def test_a_model_of_unknown_shape_has_its_message_read_all_the_same(
     claim = _claim(tmp_path, Recipe(), model=source)
     found = _examine(tmp_path, claim, failure, log=MESSAGE)
     assert found.diagnosis is not None
+    assert found.diagnosis["message"] is not None
     assert found.diagnosis["message"]["requested_bytes"] == 932 * 2**20
     assert found.recipe_changes == {}

@@ -18,7 +18,7 @@ from services.shared.launch.aftermath.memory_failure import examine_memory
 from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause
 from services.shared.memory.architecture.hf_config import config_of
 from services.shared.memory.architecture.shape import from_preset
-from tests.factories import SENTIMENT
+from tests.factories import SENTIMENT, plan_document
 
 MESSAGE = (
     "HIP out of memory. Tried to allocate 96.00 MiB. GPU 0 has a total capacity of 63.98 GiB of "
@@ -56,7 +56,7 @@ def claim_of(
         token="t",
         spec=distill_spec,
         recipe=recipe.model_dump(mode="json"),
-        plan=None if placement is None else {"teacher_placement": placement},
+        plan=None if placement is None else plan_document(teacher_placement=placement),
         model_id="mdl_1",
         resolved=ResolvedSpec(
             distill_spec,
@@ -110,7 +110,9 @@ def test_a_sharded_teacher_stays_sharded_and_both_get_smaller_micro_batches(
     )
     found = examine(tmp_path, claim)
     assert set(found.recipe_changes) == {"micro_batch_tokens"}
-    assert found.recipe_changes["micro_batch_tokens"] < LONG["micro_batch_tokens"]
+    tokens = found.recipe_changes["micro_batch_tokens"]
+    assert isinstance(tokens, int)
+    assert tokens < LONG["micro_batch_tokens"]
     assert found.plan is not None
     assert (found.plan["teacher_placement"], found.plan["verdict"]) == ("sharded", "fits")
     share = 2 * from_preset("qwen3-8b", heads=[2]).num_parameters // 8
@@ -137,6 +139,7 @@ def test_the_message_is_read_without_a_guess_at_which_model_it_was(tmp_path: Pat
     claim = claim_of(tmp_path, teacher="qwen3-8b", placement="sharded", recipe=Recipe())
     found = examine(tmp_path, claim).diagnosis
     assert found is not None
+    assert found["message"] is not None
     assert found["message"]["requested_bytes"] == 96 * 2**20
     assert found["request"] == []
     assert found["confidence"] != "certain"

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from services.shared.jobs.documents import RecipeFields
 from services.shared.jobs.outcome import End
 from services.shared.jobs.run_directory import Failure, Report, RunDirectory, write_json
 from services.shared.jobs.state import Reason
 from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause, reach_verdict
-from services.shared.launch.supervise import Force, RunExit
+from services.shared.launch.supervise import Force, RunExit, StopReason
+from tests.factories import diagnosis_document, plan_document
 
 SUMMARY = """some output of rank 0
 ============================================================
@@ -192,7 +194,7 @@ def test_memory_failures_and_no_others_are_examined(run: RunDirectory, reason: R
 
     def examine(cause: RootCause) -> MemoryFailure:
         asked.append(cause)
-        return MemoryFailure({"cause": "capacity"}, {})
+        return MemoryFailure(diagnosis_document(cause="capacity"), {})
 
     outcome = reach_verdict(run, RunExit(exit_code=1), examine=examine, may_retry=False)
     assert bool(asked) is (reason in MEMORY)
@@ -210,10 +212,14 @@ def test_memory_failures_and_no_others_are_examined(run: RunDirectory, reason: R
     ],
 )
 def test_a_remedy_that_fits_gives_another_attempt_to_a_job_that_asked_for_it(
-    run: RunDirectory, may_retry: bool, changes: dict[str, Any], stop: Any, end: End
+    run: RunDirectory, may_retry: bool, changes: RecipeFields, stop: StopReason | None, end: End
 ) -> None:
     _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
-    found = MemoryFailure({"cause": "capacity"}, changes, {"verdict": "fits"} if changes else None)
+    found = MemoryFailure(
+        diagnosis_document(cause="capacity"),
+        changes,
+        plan_document(verdict="fits") if changes else None,
+    )
     outcome = _judge(run, RunExit(exit_code=1, stop=stop), may_retry=may_retry, found=found)
     assert outcome.end is end
     assert outcome.recipe_changes == (changes if end is End.RETRY else {})
@@ -224,7 +230,9 @@ def test_a_teacher_that_the_plan_moves_is_a_remedy_without_a_change_of_the_recip
     run: RunDirectory,
 ) -> None:
     _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
-    found = MemoryFailure({"cause": "capacity"}, {}, {"teacher_placement": "sharded"})
+    found = MemoryFailure(
+        diagnosis_document(cause="capacity"), {}, plan_document(teacher_placement="sharded")
+    )
     outcome = _judge(run, RunExit(exit_code=1), may_retry=True, found=found)
     assert (outcome.end, outcome.plan) == (End.RETRY, found.plan)
 

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from services.shared.jobs.db import job_queries, model_queries
 from services.shared.jobs.db.tables import IS_LEASED, IS_QUEUED, AttemptRow, JobRow
 from services.shared.jobs.db.transitions import append_event, next_state, transition
+from services.shared.jobs.documents import EventDataDict, ProgressDict
 from services.shared.jobs.errors import InvalidTransition
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.spec import Recipe
@@ -70,7 +71,7 @@ def heartbeat(
     attempt: int,
     token: str,
     phase: Phase | None,
-    progress: dict[str, Any] | None,
+    progress: ProgressDict | None,
     lease_seconds: float,
 ) -> HeartbeatReply:
     """Renew the lease and copy progress; a new phase or evaluation becomes an event.
@@ -89,14 +90,12 @@ def heartbeat(
         evaluation = progress.get("evaluation")
         if evaluation and evaluation != job.metrics:
             columns["metrics"] = evaluation
-            data = {key: progress[key] for key in ("step", "epoch") if key in progress}
-            append_event(
-                session,
-                job_id,
-                EventType.EVALUATION,
-                attempt=job.attempt,
-                data=data | {"evaluation": evaluation},
-            )
+            data: EventDataDict = {"evaluation": evaluation}
+            if "step" in progress:
+                data["step"] = progress["step"]
+            if "epoch" in progress:
+                data["epoch"] = progress["epoch"]
+            append_event(session, job_id, EventType.EVALUATION, attempt=job.attempt, data=data)
     session.execute(update(JobRow).where(JobRow.id == job_id).values(**columns))
     return HeartbeatReply.CANCEL if job.state == JobState.CANCELLING else HeartbeatReply.CONTINUE
 

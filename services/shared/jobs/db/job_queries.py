@@ -14,9 +14,10 @@ from services.shared.jobs.db.pagination import LARGEST_SEQ, checked_limit
 from services.shared.jobs.db.references import Dependency, lock_dependency
 from services.shared.jobs.db.tables import AttemptRow, EventRow, JobRow, ModelRow
 from services.shared.jobs.db.transitions import append_state_event, transition
+from services.shared.jobs.documents import JobPlanDict
 from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound, prefix_field
 from services.shared.jobs.ids import new_id
-from services.shared.jobs.planning.plan_vs_measured import compare_phases
+from services.shared.jobs.planning.plan_vs_measured import PlannedPhases, compare_phases
 from services.shared.jobs.resolved_spec import PlannedSpec
 from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
@@ -39,7 +40,7 @@ def create(
     session: Session,
     spec: TeacherSpec | DistillSpec,
     *,
-    plan: dict[str, Any] | None,
+    plan: JobPlanDict | None,
     recipe: Recipe | None = None,
     idempotency_key: str | None = None,
     retry_of: str | None = None,
@@ -182,9 +183,9 @@ def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
     )
     found = []
     for device, phases, placement, engine, measured, observed in rows:
-        plan = {"phases": phases, "teacher_placement": placement, "recipe": {"engine": engine}}
+        planned = PlannedPhases(phases or {}, engine, placement)
         worst: dict[str, float] = {}
-        for rank in compare_phases(plan, measured, observed).values():
+        for rank in compare_phases(planned, measured, observed).values():
             for phase, memory in rank.phases.items():
                 if memory.error_ratio is not None:
                     worst[phase] = max(worst.get(phase, 0.0), memory.error_ratio, key=abs)

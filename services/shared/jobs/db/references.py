@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from services.shared.datasets.card import DatasetCard, Head
+from services.shared.datasets.card import DatasetCard, Head, HeadType
 from services.shared.jobs.db.tables import DatasetRow, JobRow, ModelRow
+from services.shared.jobs.documents import HeadDict
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.resolved_spec import (
     References,
@@ -121,8 +121,8 @@ def _chosen(names: list[str] | None, card: DatasetCard) -> tuple[Head, ...]:
     return tuple(head for head in card.heads if names is None or head.name in names)
 
 
-def _head(stored: dict[str, Any]) -> Head:
-    return Head.model_validate({key: stored[key] for key in ("name", "type", "labels")})
+def _head(stored: HeadDict) -> Head:
+    return Head(name=stored["name"], type=HeadType(stored["type"]), labels=stored["labels"])
 
 
 def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import exists, select
 from sqlalchemy.orm import Session, aliased
 
 from services.shared.jobs.db.job_queries import create, get
 from services.shared.jobs.db.tables import JobRow
+from services.shared.jobs.documents import JobPlanDict
 from services.shared.jobs.errors import InvalidTransition
 from services.shared.jobs.planning.spec_changes import ChangedSpec
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSource, job_spec
@@ -22,7 +21,7 @@ def retry(
     job_id: str,
     changed: ChangedSpec,
     *,
-    plan: dict[str, Any] | None,
+    plan: JobPlanDict | None,
     idempotency_key: str | None,
 ) -> tuple[str, bool]:
     """Insert a new job that repeats a failed or cancelled one; return its id, and if it is new.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from typing import Any
 
 from sqlalchemy import Engine, select, text
 from sqlalchemy.dialects.postgresql import insert
@@ -16,6 +15,7 @@ from services.shared.jobs.db.connection import create_engine, transaction
 from services.shared.jobs.db.pagination import checked_limit
 from services.shared.jobs.db.references import load_references
 from services.shared.jobs.db.tables import DatasetRow
+from services.shared.jobs.documents import JobPlanDict, ProgressDict
 from services.shared.jobs.errors import Conflict, NotFound
 from services.shared.jobs.gates import Int8Gate
 from services.shared.jobs.ids import new_token
@@ -192,7 +192,7 @@ class Store:
         job_id: str,
         changed: ChangedSpec,
         *,
-        plan: dict[str, Any] | None = None,
+        plan: JobPlanDict | None = None,
         idempotency_key: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store a new job that repeats a failed or cancelled one and goes on from its checkpoints.
@@ -234,10 +234,10 @@ class Store:
         claim: Claim,
         *,
         phase: Phase | None = None,
-        progress: dict[str, Any] | None = None,
+        progress: ProgressDict | None = None,
         lease_seconds: float,
     ) -> HeartbeatReply:
-        """Renew the lease and copy progress (fields of rundir.ProgressRecord) to the job."""
+        """Renew the lease and copy progress to the job."""
         with transaction(self.engine) as session:
             return attempt_queries.heartbeat(
                 session,

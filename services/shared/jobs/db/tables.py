@@ -12,7 +12,7 @@ servings    appended only: what became of a promotion when the API loaded the mo
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
 from sqlalchemy import (
     BigInteger,
@@ -28,7 +28,19 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from services.shared.jobs.db.column_types import CleanJson, CleanText
+from services.shared.jobs.documents import (
+    Evaluation,
+    EventDataDict,
+    FailureDict,
+    HeadDict,
+    JobPlanDict,
+    MeasuredPeaks,
+    ObservedSharding,
+    ProgressDict,
+    RecipeFields,
+)
 from services.shared.jobs.views import Kind
+from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 
 class Table(DeclarativeBase):
@@ -45,8 +57,6 @@ class Table(DeclarativeBase):
     )
     type_annotation_map = {
         str: CleanText,
-        dict[str, Any]: CleanJson,
-        list[dict[str, Any]]: CleanJson,
         datetime: DateTime(timezone=True),
     }
 
@@ -63,7 +73,7 @@ class DatasetRow(Table):
     __tablename__ = "datasets"
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    card: Mapped[dict[str, Any]]  # datasets.card.DatasetCard
+    card: Mapped[dict[str, object]] = mapped_column(CleanJson)  # datasets.card.DatasetCard
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
@@ -80,14 +90,16 @@ class JobRow(Table):
     reason: Mapped[str | None]
     message: Mapped[str | None]
 
-    spec: Mapped[dict[str, Any]]  # spec.TeacherSpec | spec.DistillSpec
-    recipe: Mapped[dict[str, Any]]  # spec.Recipe of the next attempt, `auto` resolved
-    plan: Mapped[dict[str, Any] | None]
-    progress: Mapped[dict[str, Any] | None]
-    metrics: Mapped[dict[str, Any] | None]
-    measured: Mapped[dict[str, Any] | None]
-    observed: Mapped[dict[str, Any] | None]
-    diagnosis: Mapped[dict[str, Any] | None]
+    spec: Mapped[dict[str, object]] = mapped_column(
+        CleanJson
+    )  # spec.TeacherSpec | spec.DistillSpec
+    recipe: Mapped[RecipeFields] = mapped_column(CleanJson)  # of the next attempt, `auto` resolved
+    plan: Mapped[JobPlanDict | None] = mapped_column(CleanJson)
+    progress: Mapped[ProgressDict | None] = mapped_column(CleanJson)
+    metrics: Mapped[Evaluation | None] = mapped_column(CleanJson)
+    measured: Mapped[MeasuredPeaks | None] = mapped_column(CleanJson)
+    observed: Mapped[ObservedSharding | None] = mapped_column(CleanJson)
+    diagnosis: Mapped[DiagnosisDict | None] = mapped_column(CleanJson)
 
     dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
     parent_job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
@@ -174,7 +186,7 @@ class AttemptRow(Table):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     number: Mapped[int] = mapped_column(primary_key=True)
     worker: Mapped[str]
-    recipe: Mapped[dict[str, Any]]
+    recipe: Mapped[RecipeFields] = mapped_column(CleanJson)
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
     ended_at: Mapped[datetime | None]
     ending: Mapped[str | None]  # outcome.End, or "lost"
@@ -182,11 +194,11 @@ class AttemptRow(Table):
     message: Mapped[str | None]
     exit_code: Mapped[int | None]
     failed_rank: Mapped[int | None]
-    measured: Mapped[dict[str, Any] | None]
-    observed: Mapped[dict[str, Any] | None]
-    diagnosis: Mapped[dict[str, Any] | None]
-    plan: Mapped[dict[str, Any] | None]
-    failure: Mapped[dict[str, Any] | None]  # of the rank that caused it
+    measured: Mapped[MeasuredPeaks | None] = mapped_column(CleanJson)
+    observed: Mapped[ObservedSharding | None] = mapped_column(CleanJson)
+    diagnosis: Mapped[DiagnosisDict | None] = mapped_column(CleanJson)
+    plan: Mapped[JobPlanDict | None] = mapped_column(CleanJson)
+    failure: Mapped[FailureDict | None] = mapped_column(CleanJson)  # of the rank that caused it
 
     __table_args__ = (
         CheckConstraint("number >= 1", name="number_positive"),
@@ -206,7 +218,7 @@ class EventRow(Table):
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
     attempt: Mapped[int]
     type: Mapped[str]  # views.EventType
-    data: Mapped[dict[str, Any]]
+    data: Mapped[EventDataDict] = mapped_column(CleanJson)
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (
@@ -226,13 +238,13 @@ class ModelRow(Table):
     name: Mapped[str | None]
     dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
     teacher_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
-    heads: Mapped[list[dict[str, Any]]]  # name, type, labels
+    heads: Mapped[list[HeadDict]] = mapped_column(CleanJson)
     parameters: Mapped[int] = mapped_column(BigInteger)
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     manifest_sha256: Mapped[str | None]
-    metrics: Mapped[dict[str, Any]]  # rundir.Report.evaluation
-    gate: Mapped[dict[str, Any] | None]  # promotion.GateResult
-    int8_gate: Mapped[dict[str, Any] | None]  # promotion.Int8Gate, once it was prepared for 8 bits
+    metrics: Mapped[Evaluation] = mapped_column(CleanJson)
+    gate: Mapped[dict[str, object] | None] = mapped_column(CleanJson)  # gates.GateResult
+    int8_gate: Mapped[dict[str, object] | None] = mapped_column(CleanJson)  # gates.Int8Gate
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (

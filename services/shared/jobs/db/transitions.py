@@ -8,6 +8,7 @@ from sqlalchemy import func, insert, update
 from sqlalchemy.orm import Session
 
 from services.shared.jobs.db.tables import EventRow, JobRow
+from services.shared.jobs.documents import EventDataDict
 from services.shared.jobs.outcome import End
 from services.shared.jobs.state import TERMINAL, JobState, Reason, sources
 from services.shared.jobs.views import EventType
@@ -55,19 +56,17 @@ def append_state_event(
     reason: Reason | None = None,
     message: str | None = None,
 ) -> None:
-    """Tell the event stream that a job is in a new state."""
-    data = {"state": state, "reason": reason, "message": message}
-    append_event(
-        session,
-        job_id,
-        EventType.STATE,
-        attempt=attempt,
-        data={key: value for key, value in data.items() if value is not None},
-    )
+    """Append the event of a job's new state."""
+    data: EventDataDict = {"state": state}
+    if reason is not None:
+        data["reason"] = reason
+    if message is not None:
+        data["message"] = message
+    append_event(session, job_id, EventType.STATE, attempt=attempt, data=data)
 
 
 def append_event(
-    session: Session, job_id: str, type: EventType, *, attempt: int, data: dict[str, Any]
+    session: Session, job_id: str, type: EventType, *, attempt: int, data: EventDataDict
 ) -> None:
     """Append to the event stream; the caller holds the lock of the job's row."""
     session.execute(insert(EventRow).values(job_id=job_id, attempt=attempt, type=type, data=data))

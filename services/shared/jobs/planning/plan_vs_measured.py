@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
+
+from services.shared.jobs.documents import JobPlanDict, MeasuredPeaks, ObservedSharding
 
 # Where the probe has an allocator's counters, it counts what the plan counts. Elsewhere (a CPU) it
 # walks the trained model's parameters, gradients and optimizer state: that is all there is in this
@@ -41,31 +43,46 @@ class RankMemory(BaseModel):
     phases: dict[str, PhaseMemory]
 
 
+@dataclass(frozen=True)
+class PlannedPhases:
+    """The part of a plan that measurements are compared with."""
+
+    peaks: Mapping[str, int]  # by phase, in bytes
+    engine: str | None = None
+    teacher_placement: str | None = None
+
+    @classmethod
+    def of(cls, plan: JobPlanDict | None) -> PlannedPhases:
+        """Return the phases of a stored plan; none of a job without a plan."""
+        if plan is None:
+            return cls({})
+        recipe = plan.get("recipe")
+        return cls(
+            peaks=plan.get("phases") or {},
+            engine=recipe.get("engine") if recipe else None,
+            teacher_placement=plan.get("teacher_placement"),
+        )
+
+    def compare(self, peaks: Mapping[str, int], *, basis: str | None) -> dict[str, PhaseMemory]:
+        """Return each phase that is planned or in `peaks`, which one rank measured."""
+        walks = basis is not None and self.engine == "fsdp2" and not self.teacher_placement
+        return {
+            phase: PhaseMemory(
+                planned_bytes=self.peaks.get(phase),
+                measured_bytes=peaks.get(phase),
+                comparable=basis == ALLOCATOR or (walks and phase == _WALKED),
+            )
+            for phase in {**self.peaks, **peaks}
+        }
+
+
 def compare_phases(
-    plan: Mapping[str, Any] | None,
-    measured: Mapping[str, Mapping[str, int]] | None,
-    observed: Mapping[str, Any] | None,
+    planned: PlannedPhases, measured: MeasuredPeaks | None, observed: ObservedSharding | None
 ) -> dict[str, RankMemory]:
-    """Return planned and measured peaks by rank, from what is stored with a job."""
+    """Return planned and measured peaks by rank, from the documents stored with a job."""
     found = {}
     for rank, peaks in (measured or {}).items():
-        basis = ((observed or {}).get(rank) or {}).get("basis")
-        found[rank] = RankMemory(basis=basis, phases=phases_of(plan or {}, peaks, basis=basis))
+        seen = (observed or {}).get(rank)
+        basis = seen.get("basis") if seen else None
+        found[rank] = RankMemory(basis=basis, phases=planned.compare(peaks, basis=basis))
     return found
-
-
-def phases_of(
-    plan: Mapping[str, Any], peaks: Mapping[str, int], *, basis: str | None
-) -> dict[str, PhaseMemory]:
-    """Return each phase that the plan or the probe knows; `plan` is the document of a plan."""
-    planned: dict[str, int] = plan.get("phases") or {}
-    is_fsdp2 = (plan.get("recipe") or {}).get("engine") == "fsdp2"
-    walks = basis is not None and is_fsdp2 and not plan.get("teacher_placement")
-    return {
-        phase: PhaseMemory(
-            planned_bytes=planned.get(phase),
-            measured_bytes=peaks.get(phase),
-            comparable=basis == ALLOCATOR or (walks and phase == _WALKED),
-        )
-        for phase in {**planned, **peaks}
-    }

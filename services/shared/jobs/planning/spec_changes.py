@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from services.shared.jobs.documents import RecipeFields
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, job_spec
 from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
@@ -21,9 +23,9 @@ class ChangedSpec(NamedTuple):
 def change_spec(
     spec: TeacherSpec | DistillSpec,
     *,
-    recipe: dict[str, Any],
-    recipe_changes: dict[str, Any],
-    training_changes: dict[str, Any],
+    recipe: RecipeFields,
+    recipe_changes: RecipeFields,
+    training_changes: Mapping[str, object],
 ) -> ChangedSpec:
     """Return the spec with changes applied to `recipe` (the one last used) and to its training.
 
@@ -40,7 +42,7 @@ def change_spec(
         document["distillation"][TEACHER_PLACEMENT] = placement
     if own:
         document["recipe"] = recipe | own
-    document["training"] = document["training"] | training_changes
+    document["training"] = {**document["training"], **training_changes}
     try:
         return ChangedSpec(job_spec.validate_python(document), Recipe.model_validate(recipe | own))
     except ValidationError as error:
@@ -49,7 +51,8 @@ def change_spec(
         raise InvalidInput(f"{field}: {first['msg']}", field=field) from error
 
 
-def split_changes(changes: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Return where a change places the teacher (None: unchanged), and the fields of the recipe."""
+def split_changes(changes: RecipeFields) -> tuple[str | None, RecipeFields]:
+    """Return the placement of the teacher (None: unchanged), and the changed fields of the recipe."""
     own = {name: value for name, value in changes.items() if name != TEACHER_PLACEMENT}
-    return changes.get(TEACHER_PLACEMENT), own
+    placement = changes.get(TEACHER_PLACEMENT)
+    return None if placement is None else str(placement), own

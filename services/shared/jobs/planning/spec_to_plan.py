@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib import metadata
-from typing import Any
+from typing import cast
 
 import structlog
 from pydantic import BaseModel, ValidationError
 
+from services.shared.jobs.documents import JobPlanDict, RecipeFields
 from services.shared.jobs.errors import DoesNotFit, InvalidInput
 from services.shared.jobs.planning.model_shapes import ENCODERS, Teacher, model_of, teacher_of
 from services.shared.jobs.planning.spec_changes import split_changes
@@ -30,6 +31,7 @@ from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.planning.layers import check_planned
 from services.shared.memory.planning.plan import Plan, Verdict, plan, plan_distillation
+from services.shared.memory.planning.plan_contract import Changes
 from services.shared.memory.sizes import format_size, parse_size
 
 log = structlog.get_logger(__name__)
@@ -42,7 +44,7 @@ _SHARED = tuple(name for name in Recipe.model_fields if name in recipe.Recipe.__
 class JobPlan:
     """The plan of one job, and the recipe it will run with: `auto` is resolved here."""
 
-    plan: dict[str, Any]
+    plan: JobPlanDict
     recipe: Recipe
 
 
@@ -110,7 +112,7 @@ def plan_job(
         moved, changes = split_changes(changes)
         placement = placement if moved is None else Placement(moved)
         chosen_recipe = Recipe.model_validate(wanted.model_dump() | changes)
-    document: dict[str, Any] = dict(chosen.to_dict([a.to_dict() for a in offered]))
+    document = cast("JobPlanDict", chosen.to_dict([a.to_dict() for a in offered]))
     if placement is not None:
         document["teacher_placement"] = str(placement)  # the ranks do as planned
     if not chosen.runs and not spec.allow_overcommit:
@@ -195,12 +197,12 @@ def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
         ) from error
 
 
-def to_spec_changes(changes: dict[str, Any], base: recipe.Recipe) -> dict[str, Any] | None:
+def to_spec_changes(changes: Changes, base: recipe.Recipe) -> RecipeFields | None:
     """Return an alternative's changes as a retry takes them, or None where ranks cannot do it.
 
     Those are fields of `spec.Recipe`, and `teacher_placement`.
     """
-    found: dict[str, Any] = {}
+    found: RecipeFields = {}
     for name, value in changes.items():
         if name == "micro_batch":
             found["micro_batch_tokens"] = value * base.sequence_length

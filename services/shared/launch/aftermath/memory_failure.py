@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from services.shared.jobs.documents import JobPlanDict, RecipeFields
 from services.shared.jobs.planning.model_shapes import Teacher, model_of, teacher_of
 from services.shared.jobs.planning.spec_changes import split_changes
 from services.shared.jobs.planning.spec_to_plan import (
@@ -40,10 +41,11 @@ from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
-from services.shared.memory.forensics.diagnosis import Cause
+from services.shared.memory.forensics.diagnosis import DiagnosisDict, RemedyDict
 from services.shared.memory.forensics.remedies import fixed_by_smaller_recipe
-from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT, alternatives
+from services.shared.memory.planning.alternatives import alternatives
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
+from services.shared.memory.planning.plan import Verdict
 from services.shared.memory.recipe import Engine
 from services.shared.memory.recipe import Recipe as MemoryRecipe
 
@@ -79,17 +81,17 @@ def examine_memory(
         job = _known_job(claim, recipe, settings)
         facts = _facts(claim, recipe, job, settings)
         told = _told(cause, run=run, exit_code=exit_code)
-        document: dict[str, Any] = {**diagnose(Case.from_dict(facts | told)).to_dict()}
+        document = diagnose(Case.from_dict(facts | told)).to_dict()
         if job is None:
             return MemoryFailure(diagnosis=document, recipe_changes={})
         remedies = list(_remedies(document, claim, job, settings))
     except InvalidInput as error:
         log.warning("no_diagnosis", job_id=claim.job_id, error=str(error))
         return MemoryFailure(diagnosis=None, recipe_changes={})
-    fitting = [r["changes"] for r in remedies if r["changes"] and r["verdict"] == "fits"]
+    fitting = [r["changes"] for r in remedies if r["changes"] and r["verdict"] is Verdict.FITS]
     placement, changes = split_changes(fitting[0]) if fitting else (None, {})
     return MemoryFailure(
-        diagnosis=document | {"remedies": remedies},
+        diagnosis={**document, "remedies": remedies},
         recipe_changes=changes,
         plan=_plan_with(placement, changes, claim, job, settings) if fitting else None,
     )
@@ -119,7 +121,8 @@ def _beside(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> Fro
     if teacher is None:
         return None
     assert isinstance(claim.spec, DistillSpec)
-    wanted = (claim.plan or {}).get(TEACHER_PLACEMENT) or claim.spec.distillation.teacher_placement
+    planned_placement = claim.plan.get("teacher_placement") if claim.plan else None
+    wanted = planned_placement or claim.spec.distillation.teacher_placement
     # Without a plan the ranks decide, and hold a small teacher whole.
     whole = teacher.whole_only or wanted != Placement.SHARDED
     placement = Placement.REPLICATED if whole else Placement.SHARDED
@@ -179,8 +182,8 @@ def _told(cause: RootCause, *, run: RunDirectory, exit_code: int) -> dict[str, A
 
 
 def _remedies(
-    diagnosis: dict[str, Any], claim: Claim, job: _Job, settings: JobSettings
-) -> Iterator[dict[str, Any]]:
+    diagnosis: DiagnosisDict, claim: Claim, job: _Job, settings: JobSettings
+) -> Iterator[RemedyDict]:
     """Yield what to change: faults as the diagnosis names them, recipes as the job's own plan does.
 
     A case says less than a spec (how often gradients accumulate, which units there are), so its
@@ -189,7 +192,7 @@ def _remedies(
     proposed = diagnosis["remedies"]
     yield from (remedy for remedy in proposed if not remedy["changes"])
     machine = machine_of(claim.spec, settings)
-    if not fixed_by_smaller_recipe(Cause(diagnosis["cause"]), device=machine.device.name):
+    if not fixed_by_smaller_recipe(diagnosis["cause"], device=machine.device.name):
         return
     for offer in alternatives(job.model, job.recipe, machine, teacher=job.beside):
         changes = to_spec_changes(offer.changes, job.recipe)
@@ -197,20 +200,20 @@ def _remedies(
             yield {
                 "change": offer.change,
                 "predicted_peak_bytes": offer.plan.peak_bytes,
-                "verdict": str(offer.plan.verdict),
+                "verdict": offer.plan.verdict,
                 "costs": offer.costs,
                 "changes": changes,
             }
-    yield from (r for r in proposed if r["changes"] and r["verdict"] == "does_not_fit")
+    yield from (r for r in proposed if r["changes"] and r["verdict"] is Verdict.DOES_NOT_FIT)
 
 
 def _plan_with(
     placement: str | None,
-    changes: dict[str, Any],
+    changes: RecipeFields,
     claim: Claim,
     job: _Job,
     settings: JobSettings,
-) -> dict[str, Any]:
+) -> JobPlanDict:
     """Return the plan of the job with a changed recipe, its teacher where it was or is to go."""
     changed = Recipe.model_validate(claim.recipe | changes)
     spec = claim.spec.model_copy(update={"recipe": changed, "allow_overcommit": True})

@@ -6,9 +6,16 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict, cast
 
 from services.shared.files.tail import read_tail
+from services.shared.jobs.documents import (
+    FailureDict,
+    JobPlanDict,
+    MeasuredPeaks,
+    ObservedSharding,
+    RecipeFields,
+)
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import (
     Failure,
@@ -25,6 +32,7 @@ from services.shared.launch.aftermath.torchelastic_report import (
     read_summary,
 )
 from services.shared.launch.supervise import Force, RunExit, StopReason
+from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 _MEMORY_REASONS = frozenset(
     {Reason.DEVICE_OUT_OF_MEMORY, Reason.HOST_OUT_OF_MEMORY, Reason.NOT_SHARDED}
@@ -56,14 +64,21 @@ class RootCause:
 class MemoryFailure:
     """What an examination of a memory failure found."""
 
-    diagnosis: dict[str, Any] | None
-    recipe_changes: dict[str, Any]  # of the first remedy that fits; empty if none does
-    plan: dict[str, Any] | None = None  # of the recipe so changed, the teacher so placed
+    diagnosis: DiagnosisDict | None
+    recipe_changes: RecipeFields  # of the first remedy that fits; empty if none does
+    plan: JobPlanDict | None = None  # of the recipe so changed, the teacher so placed
 
     @property
     def has_remedy(self) -> bool:
         """Say whether another attempt would be another job; a teacher's placement is in the plan."""
         return bool(self.recipe_changes) or self.plan is not None
+
+
+class _Measured(TypedDict):
+    """The fields of an Outcome that the ranks' probes measured."""
+
+    measured: MeasuredPeaks
+    observed: ObservedSharding
 
 
 Examine = Callable[[RootCause], MemoryFailure]
@@ -98,7 +113,7 @@ def reach_verdict(
         exit_code=ending.exit_code,
         failed_rank=cause.rank,
         diagnosis=found.diagnosis,
-        failure=cause.failure.model_dump(mode="json") if cause.failure else None,
+        failure=_failure_document(cause.failure),
         recipe_changes=found.recipe_changes if mended else {},
         plan=found.plan if mended else None,
         **evidence,
@@ -213,14 +228,20 @@ def _cause_in_log(run: RunDirectory, exits: list[RankExit], ending: RunExit) -> 
     )
 
 
+def _failure_document(failure: Failure | None) -> FailureDict | None:
+    if failure is None:
+        return None
+    return cast("FailureDict", failure.model_dump(mode="json"))
+
+
 def _text_of(failure: Failure) -> str:
     return f"{failure.traceback}\n{failure.error_type}: {failure.message}"
 
 
-def _measured(run: RunDirectory) -> dict[str, Any]:
+def _measured(run: RunDirectory) -> _Measured:
     """Return the peaks by rank and phase, and what each rank's probe saw after wrapping."""
-    measured: dict[str, dict[str, int]] = {}
-    observed: dict[str, dict[str, Any]] = {}
+    measured: MeasuredPeaks = {}
+    observed: ObservedSharding = {}
     for rank in run.ranks():
         peaks: dict[str, int] = {}
         for _, record in read_records(run.memory_file(rank), MemoryRecord):

@@ -137,7 +137,7 @@ def certain(cause: Cause, what: str, *reasons: str) -> Hypothesis:
     return Hypothesis(cause, what, Strength.CERTAIN, reasons=reasons)
 
 
-RecipeChanges = dict[str, str | int | bool]  # fields of a recipe, and their new values
+RecipeChanges = dict[str, str | int | bool | None]  # fields of a recipe, and their new values
 
 
 class FewerRanksDict(TypedDict):

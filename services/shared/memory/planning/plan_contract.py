@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from services.shared.memory.recipe import RecipeDict
+from services.shared.memory.recipe import PlannedRecipeDict
 
 # Fields of `Recipe` to replace (enum members or their values), and TEACHER_PLACEMENT.
 Changes = dict[str, Any]
@@ -62,6 +62,6 @@ class PlanDict(TypedDict):
     reserve_bytes: int
     uncertainty_bytes: int
     host_memory_bytes: int | None
-    recipe: RecipeDict
+    recipe: PlannedRecipeDict
     alternatives: list[AlternativeDict]
     refused: list[AlternativeDict]

@@ -14,10 +14,11 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from services.shared.datasets.card import Head
+from services.shared.jobs.documents import ObservedShardingDict
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Recipe
 from services.shared.model.classifier import build_classifier, build_config
-from services.shared.training.memory_probe import ObservedSharding, observe_sharding
+from services.shared.training.memory_probe import observe_sharding
 from services.shared.training.process import StopWatch, World
 from services.shared.training.sharding.load import initialise
 from services.shared.training.sharding.shard import shard_classifier
@@ -94,7 +95,7 @@ def _findings(
     return found, first["measured"]
 
 
-def _sharding(observed: list[ObservedSharding], size: int) -> Result:
+def _sharding(observed: list[ObservedShardingDict], size: int) -> Result:
     """Compare what every rank holds after wrapping with what is expected, and count the units."""
     for rank, seen in enumerate(observed):
         if seen["sharded_units"] != seen["expected_units"]:
@@ -175,7 +176,9 @@ def _check_collectives(rank: int, size: int, device: torch.device) -> None:
     dist.all_reduce(torch.ones(1, device=device), group=dist.new_group())
 
 
-def _observe_sharding(rank: int, size: int, device: torch.device, scratch: str) -> ObservedSharding:
+def _observe_sharding(
+    rank: int, size: int, device: torch.device, scratch: str
+) -> ObservedShardingDict:
     stopping = StopWatch(RunDirectory(Path(scratch)), rank)
     world = World(rank=rank, size=size, device=device, stopping=stopping)
     with torch.device("meta"):
