@@ -14,7 +14,7 @@ from typing import Any
 
 from services.shared.memory.architecture.shape import from_preset
 from services.shared.memory.hardware import machine
-from services.shared.memory.planning.ledger import Phase
+from services.shared.memory.planning.ledger import PlanPhase
 from services.shared.memory.planning.plan import Plan, plan
 from services.shared.memory.recipe import Recipe
 
@@ -112,16 +112,16 @@ def _trace_error(trace: Mapping[str, Any]) -> TraceError:
     )
 
 
-def _phase_name(phase: Phase, step: int, micro_batch: int) -> str | None:
+def _phase_name(phase: PlanPhase, step: int, micro_batch: int) -> str | None:
     """Return how traces call a phase: steps count from 0, `1.0bwd` is the second step's backward.
 
     Their `1opt` begins after gradients are freed, so it is another quantity.
     """
-    if phase is Phase.FORWARD:
+    if phase is PlanPhase.FORWARD:
         return f"{step - 1}.{micro_batch}fwd"
-    if phase is Phase.BACKWARD:
+    if phase is PlanPhase.BACKWARD:
         return f"{step - 1}.{micro_batch}bwd"
-    return "0opt" if phase is Phase.OPTIMIZER_STEP and step == 1 else None
+    return "0opt" if phase is PlanPhase.OPTIMIZER_STEP and step == 1 else None
 
 
 def _largest(error: TraceError, ending: str) -> str:

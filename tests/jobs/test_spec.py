@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from enum import Enum
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import ValidationError
 
-from services.shared.jobs.spec import job_spec
+from services.shared.jobs.spec import Recipe, job_spec
+from services.shared.memory.recipe import Recipe as MemoryRecipe
 
 DISTILL = {
     "kind": "distill",
@@ -46,3 +48,21 @@ def test_numbers_and_switches_are_taken() -> None:
     }
     spec = job_spec.validate_python(DISTILL | changes)
     assert (spec.training.learning_rate, spec.training.batch_size) == (1.0, 16)
+
+
+def _literals() -> list[tuple[str, type[Enum], str]]:
+    """Return each value that a spec allows for a field which the memory plan has an enum for."""
+    hints = get_type_hints(MemoryRecipe)
+    return [
+        (name, hints[name], value)
+        for name, field in Recipe.model_fields.items()
+        if get_origin(field.annotation) is Literal
+        for value in get_args(field.annotation)
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind", "value"), _literals())
+def test_a_recipe_allows_only_values_of_the_memory_plan(
+    name: str, kind: type[Enum], value: str
+) -> None:
+    assert value in {member.value for member in kind}, name

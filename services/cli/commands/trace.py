@@ -23,7 +23,7 @@ from services.shared.memory.architecture.safetensors_headers import read_json
 from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import machine
-from services.shared.memory.planning.ledger import Phase
+from services.shared.memory.planning.ledger import PlanPhase
 from services.shared.memory.planning.plan import Plan, plan, plan_distillation
 from services.shared.memory.recipe import Offload
 
@@ -123,7 +123,7 @@ def compare(found: Mapping[str, Any], planned: Plan) -> list[Row]:
     rows = []
     for entry in found["phases"]:
         phase, step, micro_batch = entry["phase"], entry["step"], entry["micro_batch"]
-        planned_step = 0 if phase == Phase.EVALUATION else step  # the plan has one of no step
+        planned_step = 0 if phase == PlanPhase.EVALUATION else step  # the plan has one of no step
         rows.append(
             Row(
                 phase,
@@ -131,7 +131,7 @@ def compare(found: Mapping[str, Any], planned: Plan) -> list[Row]:
                 micro_batch,
                 entry["peak_bytes"],
                 # The teacher is loaded after wrapping, but the plan's loading comes before.
-                0 if phase == Phase.LOAD else peaks.get((phase, planned_step, micro_batch), 0),
+                0 if phase == PlanPhase.LOAD else peaks.get((phase, planned_step, micro_batch), 0),
                 entry["request"],
                 entry["request_bytes"],
             )

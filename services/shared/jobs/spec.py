@@ -36,15 +36,6 @@ class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Precision(str, Enum):
-    """A floating-point storage or compute type."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-    __str__ = str.__str__
-
-
 class TrainedTokenizer(_Spec):
     """Asks for a byte-level BPE tokenizer trained on the training split."""
 
@@ -104,7 +95,7 @@ class ModelSource(_Spec):
 
 
 class Recipe(_Spec):
-    """How the training state lies in memory; the memory plan reads exactly these fields."""
+    """How the training state is laid out in memory: the choices of `memory.recipe.Recipe` that a job has."""
 
     sharding: Literal["full", "grad_op", "none"] = Field(
         "full",
@@ -114,9 +105,9 @@ class Recipe(_Spec):
     embedding: Literal["root", "own"] = Field(
         "own", description="Whether the embedding is a sharding unit of its own."
     )
-    parameters: Precision = Precision.FLOAT32
-    compute: Precision = Precision.BFLOAT16
-    reduce: Precision = Precision.BFLOAT16
+    parameters: Literal["float32", "bfloat16"] = "float32"
+    compute: Literal["float32", "bfloat16"] = "bfloat16"
+    reduce: Literal["float32", "bfloat16"] = "bfloat16"
     optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "sgd"] = Field(
         "adamw",
         description="adamw_bf16 keeps parameters and moments in bfloat16 with stochastic rounding, "

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from services.shared.memory.architecture.shape import from_config
 from services.shared.memory.hardware import machine
 from services.shared.memory.planning.layers import PLANNED_FAMILIES
-from services.shared.memory.planning.ledger import Phase
+from services.shared.memory.planning.ledger import PlanPhase
 from services.shared.memory.planning.plan import plan
 from services.shared.memory.recipe import Recipe
 
@@ -32,14 +32,14 @@ def _peaks(trace: dict[str, Any]) -> dict[str, int]:
         json.loads(config.to_json_string(use_diff=False)), heads=tuple(trace["heads"])
     )
     planned = plan(shape, Recipe(**trace["recipe"]), machine("cpu", ranks=trace["ranks"]))
-    names = {Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.OPTIMIZER_STEP: "opt"}
+    names = {PlanPhase.FORWARD: "fwd", PlanPhase.BACKWARD: "bwd", PlanPhase.OPTIMIZER_STEP: "opt"}
     peaks: dict[str, int] = {}
     for point in planned.points:
         live = point.live_bytes
-        if point.phase is Phase.EVALUATION:
+        if point.phase is PlanPhase.EVALUATION:
             # The traced evaluation ran before any step: no optimizer state was there yet.
             name, live = "eval", live - point.components.optimizer
-        elif point.phase is Phase.OPTIMIZER_STEP:
+        elif point.phase is PlanPhase.OPTIMIZER_STEP:
             name = f"{point.step - 1}opt"
         elif point.phase in names:
             name = f"{point.step - 1}.{point.micro_batch}{names[point.phase]}"

@@ -15,7 +15,7 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import machine
 from services.shared.memory.planning.alternatives import alternatives
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
-from services.shared.memory.planning.ledger import Phase
+from services.shared.memory.planning.ledger import PlanPhase
 from services.shared.memory.planning.plan import Plan, Verdict, plan, plan_distillation
 from services.shared.memory.recipe import Recipe
 from services.shared.memory.sizes import GIB, MIB
@@ -103,7 +103,7 @@ def test_other_optimizers_would_have_died_in_their_first_step(
 ) -> None:
     crossing = _golden(ranks, optimizer_impl=impl).first_past(int(budget * GIB))
     assert crossing is not None
-    assert crossing.point.phase is Phase.OPTIMIZER_STEP
+    assert crossing.point.phase is PlanPhase.OPTIMIZER_STEP
     assert crossing.point.step == 1
     assert crossing.allocated_bytes / GIB == pytest.approx(allocated, abs=0.01)
     assert crossing.request_bytes / MIB == pytest.approx(request_mib, abs=0.5)
@@ -175,7 +175,7 @@ def test_the_parts_of_every_point_sum_to_the_whole(model: str, changes: dict[str
 @settings(deadline=None, max_examples=120)
 def test_no_peak_hides_between_the_ends(model: str, changes: dict[str, Any]) -> None:
     planned = _plan(model, changes, layers=11)
-    peak = max(p.live_bytes for p in planned.timeline if p.phase is not Phase.EVALUATION)
+    peak = max(p.live_bytes for p in planned.timeline if p.phase is not PlanPhase.EVALUATION)
     assert planned.peak_bytes == peak
 
 
@@ -233,15 +233,15 @@ def test_offloading_everything_leaves_the_device_and_fills_the_host() -> None:
 
 def test_evaluation_takes_less_than_training_and_more_than_the_state() -> None:
     planned = _golden()
-    evaluation = planned.phase_peaks[Phase.EVALUATION]
+    evaluation = planned.phase_peaks[PlanPhase.EVALUATION]
     assert evaluation.components.gradients == 0
     state = planned.job.parameter_bytes + planned.job.state_bytes
-    assert state < evaluation.live_bytes < planned.phase_peaks[Phase.FORWARD].live_bytes
+    assert state < evaluation.live_bytes < planned.phase_peaks[PlanPhase.FORWARD].live_bytes
 
 
 def test_export_adds_one_part_of_one_parameter() -> None:
     planned = _golden(engine="fsdp2")
-    export = planned.phase_peaks[Phase.EXPORT]
+    export = planned.phase_peaks[PlanPhase.EXPORT]
     state = planned.job.parameter_bytes + planned.job.state_bytes
     assert export.live_bytes - state == 151_936 * 5120 // 8 * 2
 
@@ -254,10 +254,12 @@ def test_a_distillation_holds_the_teacher_beside_the_student() -> None:
     together = plan_distillation(FrozenTeacher(teacher), student, hardware, student_recipe=recipe)
     shards = 2 * teacher.num_parameters // 8
     assert together.components.other_model == pytest.approx(shards, rel=0.001)
-    gathered = together.phase_peaks[Phase.FORWARD].live_bytes - shards
-    assert gathered > alone.phase_peaks[Phase.FORWARD].live_bytes  # the teacher's units are larger
-    assert together.phase_peaks[Phase.BACKWARD].live_bytes == pytest.approx(
-        alone.phase_peaks[Phase.BACKWARD].live_bytes + shards, rel=0.001
+    gathered = together.phase_peaks[PlanPhase.FORWARD].live_bytes - shards
+    assert (
+        gathered > alone.phase_peaks[PlanPhase.FORWARD].live_bytes
+    )  # the teacher's units are larger
+    assert together.phase_peaks[PlanPhase.BACKWARD].live_bytes == pytest.approx(
+        alone.phase_peaks[PlanPhase.BACKWARD].live_bytes + shards, rel=0.001
     )
 
 

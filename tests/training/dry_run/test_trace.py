@@ -16,7 +16,7 @@ from services.cli.plan_request import PlanRequest
 from services.shared.memory.architecture.shape import from_config
 from services.shared.memory.hardware import machine
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
-from services.shared.memory.planning.ledger import Phase
+from services.shared.memory.planning.ledger import PlanPhase
 from services.shared.memory.planning.plan import Plan
 from services.shared.memory.recipe import Engine, Recipe
 from services.shared.training.dry_run.trace import main
@@ -228,7 +228,7 @@ def _peaks(found: dict[str, Any]) -> dict[tuple[str, int], int]:
     return {
         (entry["phase"], entry["step"]): entry["peak_bytes"]
         for entry in found["phases"]
-        if entry["phase"] != Phase.OPTIMIZER_STEP
+        if entry["phase"] != PlanPhase.OPTIMIZER_STEP
     }
 
 

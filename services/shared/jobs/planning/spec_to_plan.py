@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from importlib import metadata
 from typing import cast
 
@@ -133,9 +132,8 @@ def to_memory_recipe(
     micro_batch = max(1, tokens // training.max_length)
     texts_a_rank = -(-training.batch_size // ranks)
     micro_batch = min(micro_batch, texts_a_rank)
-    shared = {name: getattr(wanted, name) for name in _SHARED}
     told = recipe.Recipe().with_changes(
-        {name: str(v) if isinstance(v, Enum) else v for name, v in shared.items()}
+        {name: getattr(wanted, name) for name in _SHARED}
         | {
             # Replicas are units over groups of one rank, not DDP: see training/sharding/shard.py.
             "engine": engine,
@@ -184,11 +182,9 @@ def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
 
     Raises InvalidInput for what our ranks cannot do.
     """
-    values = {name: getattr(wanted, name) for name in _SHARED}
+    values = {name: value for name, value in wanted.to_dict().items() if name in _SHARED}
     try:
-        return Recipe.model_validate(
-            {name: str(v) if isinstance(v, Enum) else v for name, v in values.items()}
-        )
+        return Recipe.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])

@@ -30,7 +30,6 @@ from services.shared.jobs.run_directory import MemoryRecord, RunDirectory, read_
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import (
     DistillSpec,
-    Precision,
     Recipe,
     TeacherSpec,
     TrainedTokenizer,
@@ -52,8 +51,8 @@ from services.shared.memory.recipe import Recipe as MemoryRecipe
 log = structlog.get_logger(__name__)
 
 _PRECISIONS = {
-    Precision.FLOAT32: "float32 throughout",
-    Precision.BFLOAT16: "bf16 mixed precision",
+    "float32": "float32 throughout",
+    "bfloat16": "bf16 mixed precision",
 }
 _PACKAGES = ("torch", "transformers", "accelerate")
 

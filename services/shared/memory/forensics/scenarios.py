@@ -32,7 +32,7 @@ from services.shared.memory.forensics.unsharded_scenarios import no_unit, wrappe
 from services.shared.memory.hardware import Hardware
 from services.shared.memory.oom_log.message_formats import Backend
 from services.shared.memory.oom_log.message_parser import PrintedSize
-from services.shared.memory.planning.ledger import Phase, Point
+from services.shared.memory.planning.ledger import PlanPhase, Point
 from services.shared.memory.planning.plan import Plan, Verdict, plan
 from services.shared.memory.recipe import (
     Optimizer,
@@ -221,7 +221,7 @@ def _tokens_text(solution: Solution) -> str:
     return f"at {solution.tokens:,} tokens a rank" if solution.tokens else "whatever the tokens"
 
 
-def _moment_name(phase: Phase, step: int, layer: int | None) -> str:
+def _moment_name(phase: PlanPhase, step: int, layer: int | None) -> str:
     place = f"step {step} {phase}" if step else str(phase)
     return place if layer is None else f"{place}, layer {layer}"
 
@@ -334,10 +334,10 @@ def _solve(evidence: Evidence, scenario: Scenario, shape: Shape) -> list[Solutio
 
 
 _STATED_PHASES = {
-    FailurePhase.FORWARD: Phase.FORWARD,
-    FailurePhase.BACKWARD: Phase.BACKWARD,
-    FailurePhase.OPTIMIZER_STEP: Phase.OPTIMIZER_STEP,
-    FailurePhase.WRAP: Phase.WRAP,
+    FailurePhase.FORWARD: PlanPhase.FORWARD,
+    FailurePhase.BACKWARD: PlanPhase.BACKWARD,
+    FailurePhase.OPTIMIZER_STEP: PlanPhase.OPTIMIZER_STEP,
+    FailurePhase.WRAP: PlanPhase.WRAP,
 }
 
 

@@ -11,7 +11,7 @@ from typing import TypedDict
 
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import Framework
-from services.shared.memory.planning.ledger import Phase
+from services.shared.memory.planning.ledger import PlanPhase
 from services.shared.memory.planning.plan import Verdict
 from services.shared.memory.recipe import Optimizer, OptimizerImpl, Precision
 
@@ -70,7 +70,7 @@ class PlannedPeaksDict(TypedDict, total=False):
     """The planned peaks as plain values; the fused one only where the optimizer is an assumption."""
 
     planned_peak_bytes: int
-    planned_peak_phase: Phase
+    planned_peak_phase: PlanPhase
     planned_optimizer_impl: OptimizerImpl
     budget_bytes: int
     planned_verdict: Verdict
@@ -86,7 +86,7 @@ class PlannedPeaks:
     """
 
     peak_bytes: int
-    peak_phase: Phase
+    peak_phase: PlanPhase
     optimizer_impl: OptimizerImpl
     budget_bytes: int
     verdict: Verdict

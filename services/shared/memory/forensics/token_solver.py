@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from services.shared.memory.forensics.request_matching import Rounding
 from services.shared.memory.oom_log.message_parser import PrintedSize
-from services.shared.memory.planning.ledger import Phase, Point
+from services.shared.memory.planning.ledger import PlanPhase, Point
 from services.shared.memory.sizes import MIB
 
 # Usual sizes of a micro-batch in tokens; far below a rank idles.
@@ -35,7 +35,7 @@ class MomentKey(NamedTuple):
 
     step: int
     micro_batch: int
-    phase: Phase
+    phase: PlanPhase
     layer: int | None
     what: str
     ordinal: int = 0  # of moments alike: the update visits a tensor of every layer
@@ -75,7 +75,7 @@ def printed_moments(
     seen: Counter[MomentKey] = Counter()
     before = 0
     for point in timeline:
-        if point.phase in (Phase.EVALUATION, Phase.EXPORT):
+        if point.phase in (PlanPhase.EVALUATION, PlanPhase.EXPORT):
             break
         for moment in point.rising:
             live, request = point.base_bytes + moment.live_bytes, moment.request_bytes
@@ -114,7 +114,7 @@ def _requests(timeline: Iterable[Point]) -> set[int]:
     return {
         moment.request_bytes
         for point in timeline
-        if point.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if point.phase in (PlanPhase.FORWARD, PlanPhase.BACKWARD)
         for moment in point.rising
         if moment.request_bytes
     }

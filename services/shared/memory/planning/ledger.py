@@ -14,7 +14,7 @@ from typing import NamedTuple
 from services.shared.memory.planning.allocation_tape import Moment
 
 
-class Phase(str, Enum):
+class PlanPhase(str, Enum):
     """What a job is doing; the names of the plan's contract, and evaluation."""
 
     LOAD = "load"
@@ -57,7 +57,7 @@ class Point(NamedTuple):
     own `live_bytes`, and its components are `components`.
     """
 
-    phase: Phase
+    phase: PlanPhase
     step: int
     micro_batch: int
     unit: str
@@ -89,13 +89,13 @@ class MemoryLedger:
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        self.phase, self.step, self.micro_batch = Phase.LOAD, 0, 0
+        self.phase, self.step, self.micro_batch = PlanPhase.LOAD, 0, 0
         self.parameters = self.gradients = self.optimizer = 0
         self.unsharded = self.communication = self.unsharded_gradients = 0
         self.activations = self.other_model = 0
         self.buckets = 0  # DDP's, from its construction to the end
 
-    def enter(self, phase: Phase, *, step: int = 0, micro_batch: int = 0) -> None:
+    def enter(self, phase: PlanPhase, *, step: int = 0, micro_batch: int = 0) -> None:
         """Set the phase, step and micro-batch of the following points."""
         self.phase, self.step, self.micro_batch = phase, step, micro_batch
 

@@ -13,7 +13,13 @@ from services.shared.memory.hardware import Hardware
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, inference_recipe
 from services.shared.memory.planning.host_memory import HOST_UNCERTAINTY_BYTES, HostPlan, host_plan
 from services.shared.memory.planning.layers import check_planned
-from services.shared.memory.planning.ledger import Components, Crossing, Phase, Point, first_past
+from services.shared.memory.planning.ledger import (
+    Components,
+    Crossing,
+    PlanPhase,
+    Point,
+    first_past,
+)
 from services.shared.memory.planning.plan_contract import AlternativeDict, PlanDict
 from services.shared.memory.planning.rank_job import RankJob, job_of
 from services.shared.memory.planning.sharding_units import shard_ranks
@@ -21,7 +27,7 @@ from services.shared.memory.planning.training_step import timeline
 from services.shared.memory.recipe import Engine, Recipe, Sharding
 
 # Peaks of these are reported, but none can be the job's: nothing is saved, no gradient is alive.
-_NEVER_THE_PEAK = frozenset({Phase.EVALUATION})
+_NEVER_THE_PEAK = frozenset({PlanPhase.EVALUATION})
 
 
 class Verdict(str, Enum):
@@ -67,7 +73,7 @@ class Plan:
         return self.peak.live_bytes
 
     @property
-    def peak_phase(self) -> Phase:
+    def peak_phase(self) -> PlanPhase:
         """The phase of the peak."""
         return self.peak.phase
 
@@ -77,14 +83,14 @@ class Plan:
         return self.peak.components
 
     @cached_property
-    def phase_peaks(self) -> dict[Phase, Point]:
+    def phase_peaks(self) -> dict[PlanPhase, Point]:
         """The highest point of each phase, in the order of the phases."""
-        peaks: dict[Phase, Point] = {}
+        peaks: dict[PlanPhase, Point] = {}
         for point in self.points:
             best = peaks.get(point.phase)
             if best is None or point.live_bytes > best.live_bytes:
                 peaks[point.phase] = point
-        return {phase: peaks[phase] for phase in Phase if phase in peaks}
+        return {phase: peaks[phase] for phase in PlanPhase if phase in peaks}
 
     @property
     def budget_bytes(self) -> int:

@@ -36,7 +36,7 @@ class AlternativeDict(TypedDict):
 class PlanDict(TypedDict):
     """The memory plan of one job, for its worst rank.
 
-    `components` are keyed by the fields of `Components`, `phases` by `Phase`; zeros are left out.
+    `components` are keyed by the fields of `Components`, `phases` by `PlanPhase`; zeros are left out.
     """
 
     verdict: str

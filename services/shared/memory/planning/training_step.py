@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from services.shared.memory.planning.allocation_tape import rounded
 from services.shared.memory.planning.backward import write_backward
 from services.shared.memory.planning.forward import write_forward, write_inference
-from services.shared.memory.planning.ledger import MemoryLedger, Phase, Point
+from services.shared.memory.planning.ledger import MemoryLedger, PlanPhase, Point
 from services.shared.memory.planning.optimizer_step import write_update
 from services.shared.memory.planning.rank_job import RankJob, SimulationRun
 from services.shared.memory.recipe import Engine, Loading, Recipe
@@ -31,9 +31,9 @@ def timeline(job: RankJob, teacher: RankJob | None = None, *, ends_only: bool) -
         ledger.other_model = teacher.parameter_bytes
     beside = None if teacher is None else SimulationRun(teacher, ledger, ends_only=ends_only)
     write_steps(run, steps=STEPS, beside=beside)
-    ledger.enter(Phase.EVALUATION)
+    ledger.enter(PlanPhase.EVALUATION)
     write_inference(run)
-    ledger.enter(Phase.EXPORT)
+    ledger.enter(PlanPhase.EXPORT)
     _write_export(run)
     return ledger.points
 
@@ -46,13 +46,13 @@ def write_steps(
     ledger.parameters = run.job.parameter_bytes
     for step in steps:
         for micro_batch in _micro_batches(run.job.recipe):
-            ledger.enter(Phase.FORWARD, step=step, micro_batch=micro_batch)
+            ledger.enter(PlanPhase.FORWARD, step=step, micro_batch=micro_batch)
             if beside is not None:
                 write_inference(beside)
             write_forward(run, first=step == 1 and micro_batch == 0)
-            ledger.enter(Phase.BACKWARD, step=step, micro_batch=micro_batch)
+            ledger.enter(PlanPhase.BACKWARD, step=step, micro_batch=micro_batch)
             write_backward(run)
-        ledger.enter(Phase.OPTIMIZER_STEP, step=step)
+        ledger.enter(PlanPhase.OPTIMIZER_STEP, step=step)
         write_update(run, first=step == 1)
 
 
@@ -64,14 +64,14 @@ def _micro_batches(recipe: Recipe) -> list[int]:
 def _write_load(run: SimulationRun) -> None:
     """Write how the shards come to lie on the device."""
     ledger, job, recipe = run.ledger, run.job, run.job.recipe
-    ledger.enter(Phase.LOAD)
+    ledger.enter(PlanPhase.LOAD)
     largest = max(unit.largest_tensor_elements for unit in job.units.all)
     arriving = largest * recipe.checkpoint.size_bytes if recipe.loading is Loading.RANK0 else 0
     ledger.parameters = job.parameter_bytes
     if job.fsdp1 and recipe.upcasts:
         ledger.parameters = 0
     ledger.record("all", None, "loaded shards", request_bytes=arriving, temporaries=arriving)
-    ledger.enter(Phase.WRAP)
+    ledger.enter(PlanPhase.WRAP)
     if job.fsdp1:
         _write_flattening(run)
     ledger.parameters = job.parameter_bytes
