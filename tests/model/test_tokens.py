@@ -14,12 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.ingest import read_card
 from services.shared.model.tokens import (
+    Rows,
     TokenisedSplit,
     collate,
     encode,
     load_tokenizer,
     read_split,
     select_heads,
+    tokenise,
     train_tokenizer,
 )
 
@@ -92,6 +94,34 @@ def test_tokens_decode_to_their_texts(
     found = [tokenizer.decode(split.tokens(i), skip_special_tokens=True) for i in range(4)]
     assert found == TEXTS
     assert split.lengths.tolist() == [len(split.tokens(i)) for i in range(4)]
+
+
+def test_chunks_of_texts_are_tokenised_as_the_whole_would_be(
+    tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    rows = Rows([f"{TEXTS[i % 4]} {'very ' * (i % 9)}{i}" for i in range(47)], np.arange(47), {})
+    whole = tokenise(rows, tokenizer, max_length=20)
+    monkeypatch.setattr("services.shared.model.tokens.CHUNK_TEXTS", 5)
+    chunked = tokenise(rows, tokenizer, max_length=20)
+    np.testing.assert_array_equal(chunked.flat, whole.flat)
+    np.testing.assert_array_equal(chunked.offsets, whole.offsets)
+    assert chunked.truncated == whole.truncated > 0
+
+
+def test_tokens_are_those_of_the_tokenizer_itself(tokenizer_dir: Path) -> None:
+    """A truncation or padding that an earlier call has set must not stick."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    expected = [tokenizer(text)["input_ids"] for text in TEXTS]
+    tokenizer(TEXTS, truncation=True, max_length=4, padding=True)
+    assert encode(TEXTS, tokenizer, max_length=None)[0] == expected
+
+
+def test_no_texts_are_an_empty_split(tokenizer_dir: Path) -> None:
+    split = tokenise(
+        Rows([], np.zeros(0, np.int64), {}), load_tokenizer(tokenizer_dir), max_length=8
+    )
+    assert (len(split), split.offsets.tolist(), len(split.flat)) == (0, [0], 0)
 
 
 def test_a_truncated_text_keeps_its_special_tokens_and_is_counted(
