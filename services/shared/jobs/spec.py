@@ -168,7 +168,7 @@ class Training(_Spec):
     seed: Annotated[int, Field(ge=0, lt=2**31), NUMBER] = 0
 
 
-_SIZE = re.compile(r"^\d+(\.\d+)?\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)$")
+_SIZE = re.compile(r"^[0-9]+(\.[0-9]+)?\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)$")
 
 
 class Resources(_Spec):
@@ -181,8 +181,10 @@ class Resources(_Spec):
     visible_devices: list[Annotated[int, Field(ge=0, le=1023), NUMBER]] | None = Field(
         None, description="Physical device numbers to use, for example [1,2,3,4,5,6,7]."
     )
-    device_memory: str | None = Field(None, description="For example 65520MiB; units are honoured.")
-    host_memory: str | None = Field(None, description="For example 125GB.")
+    device_memory: str | None = Field(
+        None, max_length=40, description="For example 65520MiB; units are honoured."
+    )
+    host_memory: str | None = Field(None, max_length=40, description="For example 125GB.")
 
     @field_validator("device_memory", "host_memory")
     @classmethod
@@ -306,7 +308,7 @@ class Distillation(_Spec):
         description="The teacher over all ranks, or whole on each; `auto`: whole where the plan says "
         "that it fits well.",
     )
-    unlabelled_dataset_ids: list[str] = []
+    unlabelled_dataset_ids: list[str] = Field([], max_length=1000)
 
     @model_validator(mode="after")
     def _learns_something(self) -> Distillation:

@@ -18,6 +18,7 @@ _UNITS = {
     "tib": TIB,
 }
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*$")
+_LONGEST_SIZE = 40  # characters; longer digits than Python converts would raise ValueError
 _ACCEPTED = "a number with a unit, such as 65520MiB, 64GiB or 64GB (GiB is 2^30, GB is 10^9)"
 
 # No accelerator or host of one node holds a pebibyte; beyond it a unit was mistyped.
@@ -29,6 +30,8 @@ def parse_size(text: str, *, field: str = "size") -> int:
 
     Raises InvalidInput without a unit, with an unknown one, or for zero and absurd sizes.
     """
+    if len(text) > _LONGEST_SIZE:
+        raise InvalidInput(field, f"{text[:_LONGEST_SIZE]!r}... is not a size", accepted=_ACCEPTED)
     found = _SIZE.match(text)
     if found is None:
         raise InvalidInput(field, f"{text!r} is not a size", accepted=_ACCEPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select
@@ -33,9 +34,7 @@ def load_references(
     if isinstance(spec, TeacherSpec):
         _check_model(session, spec.model.model_id, field="model.model_id")
         return References(heads)
-    for number, dataset_id in enumerate(spec.distillation.unlabelled_dataset_ids):
-        field = f"distillation.unlabelled_dataset_ids.{number}"
-        _card(session, dataset_id, field=field)
+    _check_unlabelled(session, spec.distillation.unlabelled_dataset_ids)
     teacher = TeacherReference(heads=chained.heads) if chained else _teacher(session, spec)
     _check_model(session, spec.student.model_id, field="student.model_id")
     if teacher.heads is not None:
@@ -130,6 +129,15 @@ def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:
     if card is None:
         raise InvalidInput(f"{field}: there is no dataset {dataset_id!r}", field=field)
     return DatasetCard.model_validate(card)
+
+
+def _check_unlabelled(session: Session, dataset_ids: Sequence[str]) -> None:
+    """Raise InvalidInput for the first dataset that does not exist. One query for all of them."""
+    known = set(session.scalars(select(DatasetRow.id).where(DatasetRow.id.in_(dataset_ids))))
+    for number, dataset_id in enumerate(dataset_ids):
+        if dataset_id not in known:
+            field = f"distillation.unlabelled_dataset_ids.{number}"
+            raise InvalidInput(f"{field}: there is no dataset {dataset_id!r}", field=field)
 
 
 def _check_model(session: Session, model_id: str | None, *, field: str) -> ModelRow | None:

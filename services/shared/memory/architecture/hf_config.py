@@ -60,6 +60,8 @@ _WINDOW_SWITCHES = frozenset({Family.QWEN2, Family.QWEN3})
 
 # No published dense model comes near these; beyond them a key was mistyped.
 _LARGEST = 10_000_000
+# A plan walks every layer. The deepest published models have 126 (decoders) and 2 x 24 (T5).
+_MOST_LAYERS = 1_000
 
 _OTHER_NAMES = {"qwen2_5": "qwen2", "gemma3": "gemma3_text"}
 ALIASES: dict[Family, dict[str, str]] = {
@@ -143,14 +145,30 @@ class _Keys:
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
+        """Return a positive whole number. Raises InvalidInput naming the key."""
+        return self._whole(key, default, smallest=1, largest=_LARGEST - 1)
+
+    def layers(self, key: str, default: int | None = None) -> int:
+        """Return a number of layers. Raises InvalidInput naming the key."""
+        return self._whole(key, default, smallest=1, largest=_MOST_LAYERS)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number that may be 0. Raises InvalidInput naming the key."""
+        return self._whole(key, default, smallest=0, largest=_LARGEST - 1)
+
+    def _whole(self, key: str, default: int | None, *, smallest: int, largest: int) -> int:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LARGEST:
-            raise InvalidInput(
-                f"model.{self.name(key)}",
-                f"{value!r}",
-                accepted=f"a whole number from 1 to {_LARGEST}",
-            )
-        return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            shown = repr(value)[:80]
+        elif not smallest <= value <= largest:
+            shown = str(value) if value.bit_length() <= 64 else "the number is too large"
+        else:
+            return value
+        raise InvalidInput(
+            f"model.{self.name(key)}",
+            shown,
+            accepted=f"a whole number from {smallest} to {largest}",
+        )
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         return bool(self.get(key, default))
@@ -166,7 +184,9 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
         raise InvalidInput("model.model_type", "the config lacks model_type", accepted=known)
     named = _OTHER_NAMES.get(named, named)
     if named not in known:
-        raise InvalidInput("model.model_type", f"unknown architecture {named!r}", accepted=known)
+        raise InvalidInput(
+            "model.model_type", f"unknown architecture {named[:80]!r}", accepted=known
+        )
     return Family(named), config
 
 
@@ -184,7 +204,7 @@ def _dimensions(family: Family, keys: _Keys) -> Dimensions:
         family=family,
         hidden_size=h,
         intermediate_size=wide,
-        num_layers=keys.size("num_hidden_layers"),
+        num_layers=keys.layers("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=_kv_heads(family, keys, heads),
         head_dim=keys.size("head_dim", _default_head_dim(family, h, heads)),
@@ -264,7 +284,7 @@ def _token_types(family: Family, keys: _Keys) -> int:
 def _decoder_layers(family: Family, keys: _Keys) -> int:
     if family is not Family.T5:
         return 0
-    return keys.size("num_decoder_layers", keys.size("num_hidden_layers"))
+    return keys.layers("num_decoder_layers", keys.layers("num_hidden_layers"))
 
 
 def _gated(family: Family, keys: _Keys) -> bool:
@@ -294,7 +314,12 @@ def _dropout(family: Family, keys: _Keys) -> bool:
         Family.OPT: "dropout",
         Family.T5: "dropout_rate",
     }.get(family)
-    return named is not None and keys.get(named, 0.1) > 0
+    if named is None:
+        return False
+    rate = keys.get(named, 0.1)
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+        raise InvalidInput(f"model.{named}", f"{str(rate)[:80]!r} is not a number")
+    return rate > 0
 
 
 def _window(keys: _Keys) -> int | None:
@@ -314,15 +339,15 @@ def _experts(family: Family, keys: _Keys) -> Experts:
     return Experts(
         num_experts=keys.size("n_routed_experts"),
         intermediate_size=keys.size("moe_intermediate_size"),
-        shared_experts=int(keys.get("n_shared_experts", 0)),
-        dense_layers=int(keys.get("first_k_dense_replace", 0)),
+        shared_experts=keys.count("n_shared_experts", 0),
+        dense_layers=keys.count("first_k_dense_replace", 0),
     )
 
 
 def _latent(keys: _Keys) -> Latent:
-    query_rank = keys.get("q_lora_rank")
+    unranked = keys.get("q_lora_rank") is None
     return Latent(
-        query_rank=None if query_rank is None else int(query_rank),
+        query_rank=None if unranked else keys.size("q_lora_rank"),
         key_value_rank=keys.size("kv_lora_rank", 512),
         rope_dim=keys.size("qk_rope_head_dim", 64),
         nope_dim=keys.size("qk_nope_head_dim", 128),

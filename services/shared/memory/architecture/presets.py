@@ -311,9 +311,13 @@ _ALSO_KNOWN_AS = {
     "distilbert": "distilbert-base-uncased",
 }
 
+_LONGEST_NAME = (
+    200  # of a model; beyond it the search for suffixes, which is quadratic, would matter
+)
+
 # What publishers append to a name without changing a dimension.
 _SUFFIX = re.compile(
-    r"([-_ ](instruct|chat|base|hf|it|pt|bf16|fp16|v\d+(\.\d+)?|\d{4}|\dk|gptq|awq|int[48]"
+    r"([-_ ](instruct|chat|base|hf|it|pt|bf16|fp16|v\d{1,4}(\.\d{1,4})?|\d{4}|\dk|gptq|awq|int[48]"
     r"|gptq-int[48]|distill|preview))+$"
 )
 
@@ -321,6 +325,8 @@ _SUFFIX = re.compile(
 def exact(name: str) -> tuple[str, Dimensions] | None:
     """Return the preset that `name` is, ignoring case, owner, separators and usual suffixes."""
     bare = name.strip().lower().rsplit("/", 1)[-1]
+    if len(bare) > _LONGEST_NAME:
+        return None
     for candidate in (bare, _SUFFIX.sub("", bare)):
         found = _by_spelling().get(_squeeze(candidate.removeprefix("meta-")))
         if found:

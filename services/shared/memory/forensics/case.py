@@ -11,6 +11,10 @@ from services.shared.memory.forensics.free_text import Framework, read_strategy
 from services.shared.memory.recipe import OptimizerImpl, Precision, Sharding
 
 _LARGEST_COUNT = 10**15
+# Many times the longest of the published reports: 54 characters of a strategy, 4 versions.
+_LONGEST_TEXT = 2_000
+_LONGEST_LOG = 16 * 2**20  # characters
+_MOST_ITEMS = 1_000  # of a list or an object
 Kind = TypeVar("Kind")
 
 
@@ -69,12 +73,14 @@ class Case:
         """
         if not isinstance(value, Mapping):
             raise InvalidInput("case", f"{type(value).__name__} is not an object of named fields")
+        if len(value) > _MOST_ITEMS:
+            raise InvalidInput("case", f"{len(value)} fields", accepted=f"at most {_MOST_ITEMS}")
         known: dict[str, Any] = {}
         ignored: list[str] = []
         for name, content in value.items():
             target = _OTHER_NAMES.get(name, name)
             if target not in _READERS:
-                ignored.append(str(name))
+                ignored.append(str(name)[:_LONGEST_TEXT])
             elif content is not None:
                 known[target] = _READERS[target](target, content)
         return cls(**known, ignored=tuple(sorted(ignored)))
@@ -90,16 +96,34 @@ _OTHER_NAMES = {"gradient_accumulation_steps": "accumulate", "world_size": "rank
 
 
 def _text(name: str, value: Any) -> str:
-    if isinstance(value, (str, int, float)):
-        return str(value)
-    raise InvalidInput(name, f"{type(value).__name__} is not text")
+    return _text_up_to(_LONGEST_TEXT, name, value)
+
+
+def _log(name: str, value: Any) -> str:
+    return _text_up_to(_LONGEST_LOG, name, value)
+
+
+def _text_up_to(most_characters: int, name: str, value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise InvalidInput(name, "the number is too large")
+    if not isinstance(value, (str, int, float)):
+        raise InvalidInput(name, f"{type(value).__name__} is not text")
+    text = str(value)
+    if len(text) > most_characters:
+        raise InvalidInput(
+            name, f"{len(text)} characters", accepted=f"at most {most_characters} characters"
+        )
+    return text
 
 
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-        raise InvalidInput(name, f"{value!r} is not a whole number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidInput(name, f"{_excerpt(value)} is not a whole number")
+    # The range first: it holds for no infinity, and an integer of 5,000 digits cannot be printed.
     if not 0 <= value <= _LARGEST_COUNT:
-        raise InvalidInput(name, f"{value!r} is out of range", accepted=f"0 to {_LARGEST_COUNT}")
+        raise InvalidInput(name, "the number is out of range", accepted=f"0 to {_LARGEST_COUNT}")
+    if value != int(value):
+        raise InvalidInput(name, f"{value!r} is not a whole number")
     return int(value)
 
 
@@ -110,7 +134,7 @@ def _positive(name: str, value: Any) -> int | None:
 
 def _exit_code(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -255 <= value <= 255:
-        raise InvalidInput(name, f"{value!r} is not an exit code", accepted="-255 to 255")
+        raise InvalidInput(name, "not an exit code", accepted="-255 to 255")
     return value
 
 
@@ -126,28 +150,43 @@ def _flag(name: str, value: Any) -> bool:
         "off",
     ):
         return value.strip().lower() in ("true", "yes", "on")
-    raise InvalidInput(name, f"{value!r} is neither true nor false")
+    raise InvalidInput(name, f"{_excerpt(value)} is neither true nor false")
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidInput(name, f"{type(value).__name__} is not an object of named fields")
+    if len(value) > _MOST_ITEMS:
+        raise InvalidInput(name, f"{len(value)} fields", accepted=f"at most {_MOST_ITEMS}")
+    for key, content in value.items():
+        if isinstance(content, (str, int)):
+            _text(f"{name}.{str(key)[:80]}", content)
     return dict(value)
+
+
+def _excerpt(value: Any) -> str:
+    return (
+        f"{value[:80]!r}" if isinstance(value, str) else f"a value of type {type(value).__name__}"
+    )
 
 
 def _one_of(kind: Callable[[str], Kind], accepted: str) -> Callable[[str, Any], Kind]:
     def read(name: str, value: Any) -> Kind:
         try:
-            return kind(str(value).strip().lower().replace("-", "_"))
+            return kind(_text(name, value).strip().lower().replace("-", "_"))
+        except InvalidInput:
+            raise
         except ValueError as error:
-            raise InvalidInput(name, f"{value!r}", accepted=accepted) from error
+            raise InvalidInput(name, _excerpt(value), accepted=accepted) from error
 
     return read
 
 
 def _classes(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
-        raise InvalidInput(name, f"{value!r} is not a list of numbers of classes")
+        raise InvalidInput(name, f"{_excerpt(value)} is not a list of numbers of classes")
+    if len(value) > _MOST_ITEMS:
+        raise InvalidInput(name, f"{len(value)} heads", accepted=f"at most {_MOST_ITEMS}")
     return tuple(_count(f"{name}[{index}]", item) for index, item in enumerate(value))
 
 
@@ -160,19 +199,21 @@ def _observed(name: str, value: Any) -> Observed:
             continue
         if key == "dtypes":
             names = given if isinstance(given, (list, tuple, Mapping)) else [given]
-            found[key] = tuple(str(item).removeprefix("torch.") for item in names)
+            if len(names) > _MOST_ITEMS:
+                raise InvalidInput(f"{name}.dtypes", f"{len(names)} types")
+            found[key] = tuple(_text(f"{name}.dtypes", n).removeprefix("torch.") for n in names)
         else:
             found[key] = _count(f"{name}.{key}", given)
     return Observed(**found)
 
 
 def _framework(name: str, value: Any) -> Framework:
-    found = read_strategy(str(value)).framework
+    found = read_strategy(_text(name, value)).framework
     return found or _one_of(Framework, _members(Framework))(name, value)
 
 
 def _sharding(name: str, value: Any) -> Sharding:
-    found = read_strategy(str(value)).sharding
+    found = read_strategy(_text(name, value)).sharding
     return found or _one_of(Sharding, _members(Sharding))(name, value)
 
 
@@ -184,12 +225,12 @@ _PRECISION_WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "h
 
 
 def _precision(name: str, value: Any) -> Precision:
-    word = str(value).strip().lower().removeprefix("torch.")
+    word = _text(name, value).strip().lower().removeprefix("torch.")
     return _one_of(Precision, _members(Precision))(name, _PRECISION_WORDS.get(word, word))
 
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
-    "log": _text,
+    "log": _log,
     "exit_code": _exit_code,
     "phase": _text,
     "step": _count,

@@ -85,7 +85,7 @@ def default_implementation(evidence: Evidence) -> OptimizerImpl:
 
 def torch_version(evidence: Evidence) -> tuple[int, int] | None:
     """Return major and minor version of torch, where the case gives them."""
-    stated = re.search(r"([0-9]+)\.([0-9]+)", str(evidence.case.versions.get("torch", "")))
+    stated = re.search(r"([0-9]{1,4})\.([0-9]{1,4})", str(evidence.case.versions.get("torch", "")))
     return (int(stated[1]), int(stated[2])) if stated else None
 
 

@@ -58,7 +58,8 @@ class ShardingSettings:
     integer_reshard: bool = False  # FSDP2 with a reshard group of its own per unit
 
 
-_ZERO_STAGE = re.compile(r"(?:zero|stage|z)[\s_-]*(?:stage)?[\s_-]*(<?)\s*([0-3])\b")
+# Every repetition in this file is bounded: the text is a user's, and `\s*...\s*` takes cubic time.
+_ZERO_STAGE = re.compile(r"(?:zero|stage|z)[\s_-]{0,4}(?:stage)?[\s_-]{0,4}(<?)\s{0,4}([0-3])\b")
 _NOT_SHARDED = re.compile(
     r"^\s*(?:none|no\b|not\b)|\bddp\b|data[\s_-]?parallel\b|multi_gpu|single[\s-](?:gpu|card|process)"
     r"|\bone (?:gpu|card)|no_shard"
@@ -73,7 +74,9 @@ def read_strategy(text: str) -> ShardingSettings:
         sharding=_sharding(low),
         offload="offload" in low and not re.search(r"(?:no|without) (?:cpu )?offload", low),
         efficient_loading="cpu_ram_efficient" in low or "efficient loading" in low,
-        integer_reshard=bool(re.search(r"reshard_after_forward\s*[=:]\s*(?:int|[0-9])", low)),
+        integer_reshard=bool(
+            re.search(r"reshard_after_forward\s{0,8}[=:]\s{0,8}(?:int|[0-9])", low)
+        ),
     )
 
 
@@ -107,7 +110,7 @@ def _named_framework(low: str) -> Framework | None:
 
 
 def _sharding(low: str) -> Sharding | None:
-    if re.search(r"shard_grad_op|grad_op|reshard_after_forward\s*[=:]\s*false", low):
+    if re.search(r"shard_grad_op|grad_op|reshard_after_forward\s{0,8}[=:]\s{0,8}false", low):
         return Sharding.GRAD_OP
     if re.search(r"hybrid|hsdp", low):
         return Sharding.HYBRID
@@ -139,9 +142,9 @@ def read_precision(text: str) -> PrecisionSettings:
     eight = re.search(r"int8|8[\s-]?bit(?! adam)", low)
     mixed = bool(re.search(r"mixed|\bamp\b|autocast|fp32 (?:param|master|state)", low))
     parameters = None
-    if re.search(rf"(?:{_FLOAT32})[\s-]*(?:param|weight|master|state)", low):
+    if re.search(rf"(?:{_FLOAT32})[\s-]{0, 4}(?:param|weight|master|state)", low):
         parameters = Precision.FLOAT32
-    elif re.search(rf"pure[\s_-]?(?:{_HALF})|(?:{_HALF})[\s-]*(?:param|weight|state)", low):
+    elif re.search(rf"pure[\s_-]?(?:{_HALF})|(?:{_HALF})[\s-]{0, 4}(?:param|weight|state)", low):
         parameters = None if mixed else Precision.BFLOAT16
     elif re.search(rf"\b(?:{_FLOAT32})\b", low) and not re.search(_HALF, low):
         parameters = Precision.FLOAT32

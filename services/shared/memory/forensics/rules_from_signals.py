@@ -122,7 +122,9 @@ def float32_upcast(evidence: Evidence) -> Hypothesis | None:
         text = f"the probe found float32 parameters where {planned} was planned"
         return likely(Cause.FP32_UPCAST, what, text)
     words = f"{evidence.case.free_text} {evidence.case.optimizer or ''}".lower()
-    if "upcast" in words or re.search(r"cast\w* (?:\w+ ){0,4}(?:to|into) (?:fp32|float32)", words):
+    if "upcast" in words or re.search(
+        r"cast\w{0,8} (?:\w{1,30} ){0,4}(?:to|into) (?:fp32|float32)", words
+    ):
         return likely(Cause.FP32_UPCAST, what, "the case itself mentions an upcast")
     wrapping = evidence.phase is FailurePhase.WRAP and not evidence.precision.full_eval
     requested = Precision.FLOAT32 in (evidence.case.parameters, evidence.precision.parameters)
