@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from services.cli.embedded.log_rotation import rotate
 from services.cli.embedded.servers import StartFailed, log_tail, start_postgres, start_valkey
 from services.cli.embedded.supervisor import Backend, Component, Notify, Service, project_dir
 from services.shared.launch.processes import start_process, stop_process
@@ -42,10 +43,11 @@ class Platform:
         return {each.name: each.process.pid for each in self.components if each.process}
 
     def restart_exited(self, notify: Notify) -> bool:
-        """Restart components that have exited; return whether a process id has changed."""
+        """Restart components that have exited, keep logs bounded; return whether a process id has changed."""
         before = self.pids
         for component in self.components:
             component.restart_if_exited(notify)
+            rotate(component.log)
         return self.pids != before
 
     def stop(self) -> None:
@@ -143,7 +145,9 @@ def _services(env: dict[str, str], *, data_dir: Path, url: str) -> list[Service]
 
 def _prepare_data_dir(data_dir: Path) -> Path:
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        if not data_dir.exists():
+            # It holds texts, models and the database's socket: nothing for other users of the machine.
+            data_dir.mkdir(parents=True, mode=0o700)
         (data_dir / "logs").mkdir(exist_ok=True)
         probe = data_dir / ".writable"
         probe.touch()

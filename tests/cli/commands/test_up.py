@@ -161,6 +161,10 @@ def test_the_platform_listens_on_loopback_only(up: Up) -> None:
     assert listening == ["127.0.0.1"]
 
 
+def test_other_users_cannot_read_the_data(up: Up, data_dir: Path) -> None:
+    assert data_dir.stat().st_mode & 0o077 == 0
+
+
 def test_a_data_directory_in_use_is_reported(up: Up, data_dir: Path) -> None:
     said = _error_output(data_dir)
     assert f"A platform is already running on {data_dir} (pid {up.process.pid})" in said
