@@ -12,7 +12,7 @@ import pytest
 from services.shared.jobs.outcome import End
 from services.shared.jobs.run_directory import Failure, RunDirectory, read_record
 from services.shared.jobs.state import Reason
-from services.shared.launch.aftermath.outcome import MemoryFailure, reach_verdict
+from services.shared.launch.aftermath.outcome import MemoryFailure, determine_outcome
 from services.shared.launch.supervise import RunExit
 from services.shared.training.process import Position, report_failures
 from tests.faults.fault_catalogue import write_until_full
@@ -65,7 +65,7 @@ def test_ranks_that_exit_without_a_report_on_a_full_disk_are_not_reported_as_cra
 
     def judge() -> tuple[End, Reason | None]:
         ending = RunExit(exit_code=1)
-        outcome = reach_verdict(
+        outcome = determine_outcome(
             run, ending, examine=lambda _: MemoryFailure(None, {}), may_retry=False
         )
         return outcome.end, outcome.reason

@@ -46,7 +46,10 @@ def test_a_silent_worker_loses_its_job_to_the_queue(
     assert depth(app, "teacher") == 1
     (attempt,) = driver.store.attempts(claim.job_id)
     assert (attempt.ending, attempt.reason) == ("lost", Reason.LOST)
-    assert attempt.message == "Worker worker-1 fell silent during attempt 1."
+    assert (
+        attempt.message
+        == "Worker worker-1 sent no heartbeat during attempt 1 until its lease expired."
+    )
 
 
 def test_losses_use_up_no_attempts(

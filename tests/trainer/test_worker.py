@@ -178,10 +178,10 @@ def test_a_rank_killed_by_the_kernel_is_distinguished_from_any_other_kill(
 def test_a_fault_of_the_worker_itself_fails_the_job_and_is_reported(
     store: Store, direct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reach_verdict(*args: object, **kwargs: object) -> None:
+    def determine_outcome(*args: object, **kwargs: object) -> None:
         raise KeyError("ours")
 
-    monkeypatch.setattr("services.shared.launch.task.reach_verdict", reach_verdict)
+    monkeypatch.setattr("services.shared.launch.task.determine_outcome", determine_outcome)
     job = _job(store, "succeed")
     _run(store, job.id)
     job = store.job(job.id)

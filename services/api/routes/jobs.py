@@ -1,4 +1,4 @@
-"""Jobs: submit, list, show, cancel, retry. What a run has written is in `runs`."""
+"""Jobs: submit, list, show, cancel, retry. The output of their runs is in `runs`."""
 
 from __future__ import annotations
 
@@ -113,15 +113,15 @@ def _plan_chain(chain: ChainSpec, admission: Admission) -> tuple[PlannedSpec, Pl
         return teacher, admission.plan(resolved)
 
 
-def _optional(model: type[BaseModel], *, beside: type[BaseModel]) -> Any:
-    """Return a model with the same fields, none of them needed, and those of `beside`."""
+def _optional(model: type[BaseModel], *, base: type[BaseModel]) -> Any:
+    """Return a model with the same fields, all of them optional, and those of `base`."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         kind: Any = field.annotation
-        for rule in field.metadata:  # bounds, and what is taken for a number
+        for rule in field.metadata:  # bounds, and what counts as a number
             kind = Annotated[kind, rule]
         fields[name] = (kind | None, Field(None, description=field.description))
-    return create_model(f"{model.__name__}Changes", __base__=beside, **fields)
+    return create_model(f"{model.__name__}Changes", __base__=base, **fields)
 
 
 class _Changes(BaseModel):
@@ -129,15 +129,15 @@ class _Changes(BaseModel):
 
 
 class _Placed(_Changes):
-    """What a remedy may change beside the recipe."""
+    """What a remedy may change besides the recipe."""
 
     teacher_placement: Literal["sharded", "replicated"] | None = Field(
         None, description="Of a distillation: its teacher over all ranks, or whole on each."
     )
 
 
-RecipeChanges: Any = _optional(Recipe, beside=_Placed)
-TrainingChanges: Any = _optional(Training, beside=_Changes)
+RecipeChanges: Any = _optional(Recipe, base=_Placed)
+TrainingChanges: Any = _optional(Training, base=_Changes)
 
 
 class RetryRequest(BaseModel):
@@ -159,7 +159,7 @@ def retry_job(
     body: RetryRequest | None = None,
     idempotency_key: IdempotencyKey = None,
 ) -> JobView:
-    """Repeat a failed or cancelled job as a new one that goes on from its checkpoints.
+    """Repeat a failed or cancelled job as a new one that resumes from its checkpoints.
 
     Distillations that failed with a teacher are repeated with it, and wait for it.
     """

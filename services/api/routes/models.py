@@ -39,7 +39,7 @@ def get_model(model_id: ModelId, context: ContextDep) -> ModelView:
 
 
 class PromoteRequest(BaseModel):
-    """Which alias shall serve the model; `force` passes the gate and needs a reason."""
+    """The alias that is to serve the model; `force` overrides the gate and requires a reason."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, json_schema_extra={"examples": [{"alias": "default"}]}
@@ -60,10 +60,10 @@ class PromoteRequest(BaseModel):
 def promote_model(
     model_id: ModelId, context: ContextDep, body: PromoteRequest | None = None
 ) -> PromotionView:
-    """Let an alias serve this model from now on. To roll back, promote the former one."""
-    asked = body or PromoteRequest()
+    """Serve this model under an alias from now on. To roll back, promote the former one."""
+    request = body or PromoteRequest()
     return context.store.promote(
-        model_id, alias=asked.alias, force=asked.force, reason=asked.reason
+        model_id, alias=request.alias, force=request.force, reason=request.reason
     )
 
 

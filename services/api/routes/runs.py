@@ -1,4 +1,4 @@
-"""What the runs of a job tell: events as they happen, the log's end, memory, and metrics."""
+"""The output of a job's runs: events as they happen, the end of the log, memory, and metrics."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Points = Annotated[int, Query(ge=2, le=5000, description="Most points of a serie
     response_model=list[EventView],
     responses={
         200: {
-            "description": "Events until the job ends. `Accept: application/json` asks for a list.",
+            "description": "Events until the job ends. `Accept: application/json` returns a list.",
             "content": {"text/event-stream": {"schema": _EVENT_SCHEMA}},
         }
     },

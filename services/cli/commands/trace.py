@@ -17,7 +17,7 @@ from rich.console import Console
 
 from services.cli.plan_request import PlanRequest, takes_plan_options
 from services.cli.views.trace import show_trace
-from services.shared.jobs.planning.spec_to_plan import as_the_ranks_run, to_spec_recipe
+from services.shared.jobs.planning.spec_to_plan import as_run_by_ranks, to_spec_recipe
 from services.shared.memory.architecture.hf_config import config_of
 from services.shared.memory.architecture.safetensors_headers import read_json
 from services.shared.memory.architecture.shape import Shape
@@ -83,7 +83,7 @@ def prepare(request: PlanRequest) -> tuple[dict[str, Any], Plan]:
     _check(request)
     shape, beside = _headed(request.shape), request.beside
     padded = request.recipe.attention_mask and request.recipe.micro_batch > 1
-    recipe = as_the_ranks_run(request.recipe, shape, padded=padded, on_cpu=True)
+    recipe = as_run_by_ranks(request.recipe, shape, padded=padded, on_cpu=True)
     # A dry run takes the kernels of a CPU, and so does its plan.
     cpu = machine("cpu", ranks=request.hardware.ranks)
     job = {
@@ -104,7 +104,7 @@ def prepare(request: PlanRequest) -> tuple[dict[str, Any], Plan]:
     beside = replace(
         beside,
         shape=teacher,
-        masked=as_the_ranks_run(recipe, teacher, padded=padded).attention_mask,
+        masked=as_run_by_ranks(recipe, teacher, padded=padded).attention_mask,
     )
     job |= {
         "teacher": _config(request.teacher, teacher),

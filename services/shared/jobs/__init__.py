@@ -1,1 +1,1 @@
-"""Jobs: what they ask for, where they stand, where their files lie, and the only SQL."""
+"""Jobs: their specs, states, run directories, plans and queue, and the only SQL."""

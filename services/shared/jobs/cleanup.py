@@ -1,4 +1,4 @@
-"""Removes from disk what killed processes left: nobody else will, and an artifact may be 64 GB.
+"""Removes files that killed processes have left; an artifact may have 64 GB.
 
 models/mdl_<job>_<attempt>     renamed into place by a worker that was killed before its row
 runs/<job>/<attempt>/checkpoints   of a job that succeeded while its worker was killed
@@ -22,16 +22,16 @@ from services.shared.jobs.run_directory import RunDirectory
 log = structlog.get_logger(__name__)
 
 _MODEL = re.compile(r"mdl_([0-9a-z]+)_(\d+)")
-# An upload takes minutes; a temporary directory so old has no process any more.
+# An upload takes minutes; the process of a temporary directory this old has ended.
 _UPLOAD_SECONDS = 24 * 3600.0
 
 
 def remove_leftovers(store: Store) -> list[Path]:
     """Remove what no row and no running attempt needs; return the paths.
 
-    Safe beside workers and by many at once: what is there is listed before the database is asked, so
-    an artifact whose row is being written belongs to an attempt that still runs. Artifacts of jobs that
-    this database does not know stay. Raises Unavailable.
+    Safe to run concurrently, and while workers run: directories are listed before the database is
+    queried, so an artifact whose row is being written belongs to an attempt that still runs. Artifacts of jobs that
+    are not in this database are kept. Raises Unavailable.
     """
     settings = store.settings
     found = [

@@ -1,15 +1,15 @@
-"""What can go wrong with a job, apart from the job itself failing.
+"""Errors of requests about jobs; the failure of a job itself is not one.
 
     StillhouseError
     ├── NotFound            no such dataset, job, model
     ├── InvalidInput        the request contradicts itself or what is stored
-    ├── Conflict            the thing is not in the state that the request needs
+    ├── Conflict            the resource is not in the state that the request needs
     │   ├── InvalidTransition
     │   └── GateNotPassed
     ├── DoesNotFit          the memory plan refuses the job
     └── Unavailable         the database or the broker cannot be reached
 
-An expected end of a run is a value (`launch.verdict`), never an exception.
+An expected end of a run is a value (`jobs.outcome.Outcome`), never an exception.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StillhouseError(Exception):
 
 
 class NotFound(StillhouseError):
-    """No such thing."""
+    """The resource does not exist."""
 
     def __init__(self, what: str, id: str) -> None:
         super().__init__(f"There is no {what} {id!r}.")
@@ -34,7 +34,7 @@ class NotFound(StillhouseError):
 
 
 class InvalidInput(StillhouseError):
-    """A well-formed request that cannot be carried out as it stands."""
+    """A well-formed request that contradicts itself or what is stored."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -42,11 +42,11 @@ class InvalidInput(StillhouseError):
 
 
 class Conflict(StillhouseError):
-    """The thing exists but is not in the state that the request needs."""
+    """The resource exists but is not in the state that the request needs."""
 
 
 class InvalidTransition(Conflict):
-    """A job was asked to move where the transition table has no arrow."""
+    """The transition table has no such transition of a job."""
 
     def __init__(self, job_id: str, state: str, target: str) -> None:
         super().__init__(f"Job {job_id} is {state}; it cannot become {target}.")
@@ -64,7 +64,7 @@ class GateNotPassed(Conflict):
 
 
 class DoesNotFit(StillhouseError):
-    """The plan says that the job would run out of memory."""
+    """The job would run out of memory according to its plan."""
 
     def __init__(self, message: str, plan: JobPlanDict, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -73,12 +73,12 @@ class DoesNotFit(StillhouseError):
 
 
 class Unavailable(StillhouseError):
-    """A part that the request needs cannot be reached now."""
+    """A service that the request needs cannot be reached."""
 
 
 @contextmanager
 def prefix_field(part: str | None) -> Iterator[None]:
-    """Let InvalidInput and DoesNotFit name the part of a request that they are about, if any."""
+    """Prefix the field of InvalidInput and DoesNotFit with the part of the request, if there is one."""
     try:
         yield
     except (InvalidInput, DoesNotFit) as error:
@@ -87,5 +87,5 @@ def prefix_field(part: str | None) -> Iterator[None]:
         if isinstance(error, DoesNotFit):
             raise DoesNotFit(f"{part}: {error}", error.plan, field=part) from error
         field = part if error.field is None else f"{part}.{error.field}"
-        said = str(error).removeprefix(f"{error.field}: ")
-        raise InvalidInput(f"{field}: {said}", field=field) from error
+        problem = str(error).removeprefix(f"{error.field}: ")
+        raise InvalidInput(f"{field}: {problem}", field=field) from error

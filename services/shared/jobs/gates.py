@@ -1,5 +1,5 @@
-"""The gates: how much of its teacher a student must have kept to be promoted without force, and how
-much of itself to be served in 8 bits."""
+"""The gates: how close a student must be to its teacher to be promoted without force, and to its own
+float32 predictions to be served in 8 bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GateResult(BaseModel):
 
 
 class HeadComparison(BaseModel):
-    """One head: 8-bit answers against those in float32, on the same held-out texts."""
+    """One head: 8-bit predictions against those in float32, on the same held-out texts."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,7 +88,7 @@ def _compare(gate: Gate, student: float | None, teacher: float | None) -> HeadGa
     passed = False
     if student is not None and teacher is not None:
         share = student / teacher if teacher > 0 else None
-        # A teacher at 0 has nothing to lose: any student keeps all of it.
+        # Every student reaches a teacher whose macro-F1 is 0.
         passed = teacher == 0 or student >= gate.min_macro_f1_share * teacher
     return HeadGate(student_macro_f1=student, teacher_macro_f1=teacher, share=share, passed=passed)
 

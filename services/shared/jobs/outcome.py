@@ -20,7 +20,7 @@ from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 
 class End(str, Enum):
-    """What becomes of the job after this attempt."""
+    """How an attempt ended, and thereby what follows for its job."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"

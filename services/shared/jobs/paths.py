@@ -1,4 +1,4 @@
-"""Where the things that the database names lie on disk, and nothing outside of it."""
+"""Directories of models and checkpoints; paths that lead outside the model roots are refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from services.shared.jobs.settings import JobSettings
 def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
     """Return the real directory that a spec's model path names, below one of the model roots.
 
-    A relative path is looked for below each root in turn. Links are followed before the comparison,
-    so neither `..` nor a link leads out. Raises InvalidInput naming the field.
+    A relative path is tried below each root in turn. Links are resolved before the comparison, so
+    neither `..` nor a link leads outside. Raises InvalidInput naming the field.
     """
     real_roots = [root.resolve() for root in roots]
     for root in real_roots:

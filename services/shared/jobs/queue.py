@@ -1,7 +1,7 @@
-"""The broker: carries ids of jobs to workers. The truth stays in Postgres.
+"""The broker: carries ids of jobs to workers. Postgres holds the state.
 
 A message is a hint that a job may be claimed. A duplicate finds nothing to claim; a lost one is sent
-again by the sweep. So nothing here has to be exact, only prompt.
+again by the sweep. So delivery need not be exact, only prompt.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def make_celery(settings: JobSettings) -> Celery:
         worker_prefetch_multiplier=1,
         # Results are in Postgres.
         task_ignore_result=True,
-        # Nobody listens to these, and a worker busy for hours would not answer.
+        # Not used, and a worker busy for hours would not respond.
         worker_enable_remote_control=False,
         worker_send_task_events=False,
-        # A broker that is away is waited for, at the start and for ever.
+        # Reconnect without limit, at the start too.
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
         broker_connection_timeout=_CONNECT_SECONDS,

@@ -21,7 +21,7 @@ from services.shared.jobs.spec import DistillSpec, ModelSource, Recipe, TeacherS
 
 @dataclass(frozen=True)
 class TeacherReference:
-    """What the database knows of the teacher of a distillation; all None for a directory."""
+    """The stored teacher of a distillation; all None for a directory."""
 
     model_id: str | None = None  # registered already
     job_spec: TeacherSpec | DistillSpec | None = None  # of a teacher job that has no model yet
@@ -30,7 +30,7 @@ class TeacherReference:
 
 @dataclass(frozen=True)
 class References:
-    """What the database knows of a spec's references."""
+    """The stored resources that a spec refers to."""
 
     heads: tuple[Head, ...]  # that will be trained
     teacher: TeacherReference = TeacherReference()
@@ -97,8 +97,8 @@ def resolve_directories(
     """Return the spec with its directories.
 
     `chained` is the teacher of a chain, whose job is not stored yet. Raises InvalidInput for a path
-    that is not below a model root. Whether the directories of datasets and models are still there is
-    not looked at.
+    that is not below a model root. Whether the directories of datasets and models exist is not
+    checked.
     """
     unlabelled: tuple[Path, ...] = ()
     teacher = None

@@ -1,4 +1,4 @@
-"""The run directory of one attempt: where worker and ranks meet, through files alone.
+"""The run directory of one attempt: worker and ranks communicate through its files alone.
 
     <run>/spec.json            RunInput, written by the worker before torchrun starts
     <run>/plan.json            the memory plan, as stored with the job
@@ -11,7 +11,7 @@
     <run>/checkpoints/<name>/COMPLETE   written last: without it the checkpoint does not count
     <run>/export/
 
-Whole files appear by rename after fsync; a reader never sees half a file. Appended files may end in
+Whole files appear by rename after fsync; a reader never sees a partial file. Appended files may end in
 half a line, which readers skip.
 """
 
@@ -44,7 +44,7 @@ class _Record(BaseModel):
 
 
 class RunInput(_Record):
-    """Everything the ranks need to know, with every reference resolved to a path."""
+    """The input of the ranks, with every reference resolved to a path."""
 
     job_id: str
     attempt: int
@@ -59,16 +59,16 @@ class RunInput(_Record):
 
 
 class StopRequest(_Record):
-    """Asks the ranks to save and leave at the next step."""
+    """Requests the ranks to save and exit at the next step."""
 
     reason: Literal["cancelled", "handed_back", "timed_out"]
 
 
 class WorkerHeartbeat(_Record):
-    """Written by a worker with every heartbeat. Ranks whose worker has gone silent stop by themselves."""
+    """Written by a worker with every heartbeat. Ranks stop by themselves when it is no longer renewed."""
 
     count: int  # grows with every heartbeat; ranks compare no clocks of two machines
-    lease_seconds: float  # how long the worker may be silent before another one takes the job
+    lease_seconds: float  # after which another worker may claim the job
 
 
 class ProgressRecord(_Record):
@@ -89,7 +89,7 @@ class ProgressRecord(_Record):
 
 
 class MemoryRecord(_Record):
-    """What one rank holds at one moment, in bytes; `observed` comes once, right after wrapping."""
+    """The memory of one rank at one moment, in bytes; `observed` comes once, right after wrapping."""
 
     time: float
     phase: str  # load, wrap, forward, backward, optimizer_step, evaluation, export
@@ -105,7 +105,7 @@ class MemoryRecord(_Record):
 
 
 class Failure(_Record):
-    """Why a rank failed, told by itself."""
+    """Why a rank failed, as it reported itself."""
 
     time: float
     rank: int
@@ -120,7 +120,7 @@ class Failure(_Record):
 
 
 class Report(_Record):
-    """How the ranks ended, told by rank 0 when nothing is left to do."""
+    """How the ranks ended, written last by rank 0."""
 
     outcome: Literal["succeeded", "stopped"]
     stop_reason: str | None = None
@@ -171,7 +171,7 @@ class RunDirectory:
         return sorted(int(entry.name) for entry in root.iterdir() if entry.name.isdigit())
 
     def failures(self) -> list[Failure]:
-        """Return what each failed rank said, the earliest first."""
+        """Return the failures that ranks have reported, the earliest first."""
         found = [read_record(self.failure_file(rank), Failure) for rank in self.ranks()]
         return sorted((f for f in found if f is not None), key=lambda f: f.time)
 

@@ -1,4 +1,4 @@
-"""Where things are: read from the environment (`STILLHOUSE_*`), once, by whoever assembles a process."""
+"""Settings of API, workers and migrations, read once from the environment (`STILLHOUSE_*`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class JobSettings(BaseSettings):
-    """What API, workers and migrations share."""
+    """Locations and intervals that API, workers and migrations share."""
 
     model_config = SettingsConfigDict(env_prefix="STILLHOUSE_", frozen=True)
 
@@ -29,10 +29,12 @@ class JobSettings(BaseSettings):
         None, description="What shards on the workers; by the torch installed here if left out."
     )
     lease_seconds: float = Field(
-        60.0, gt=0, description="A worker that is silent so long has lost its job."
+        60.0, gt=0, description="A worker that sends no heartbeat for this long loses its job."
     )
     heartbeat_seconds: float = Field(2.0, gt=0, description="How often a worker renews its lease.")
-    sweep_seconds: float = Field(15.0, gt=0, description="How often lost jobs are looked for.")
+    sweep_seconds: float = Field(
+        15.0, gt=0, description="How often expired leases and lost messages are looked for."
+    )
     tidy_seconds: float = Field(
         600.0, gt=0, description="How often a worker removes files that killed processes have left."
     )

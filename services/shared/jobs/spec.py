@@ -1,8 +1,8 @@
-"""What a job asks for. Every knob is defined here once.
+"""Specs: what a job requests. Every option is defined here, once.
 
 The same classes are the OpenAPI schema of `POST /jobs`, the JSON stored with the job, and the input
-of the ranks (`spec.json` in the run directory). A spec says what to do; where things are is a matter
-of `settings`.
+of the ranks (`spec.json` in the run directory). A spec defines what to do; locations are
+in `settings`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Spec(BaseModel):
 
 
 class TrainedTokenizer(_Spec):
-    """Asks for a byte-level BPE tokenizer trained on the training split."""
+    """A byte-level BPE tokenizer trained on the training split."""
 
     train: Literal[True] = True
     vocab_size: Annotated[int, Field(ge=300, le=256_000), NUMBER] = 8_000
@@ -121,7 +121,7 @@ class Recipe(_Spec):
     attention: Literal["sdpa", "eager"] = "sdpa"
     offload: Literal["none", "optimizer", "all"] = "none"
     micro_batch_tokens: Annotated[int, Field(ge=16, le=4_194_304), NUMBER] | None = Field(
-        None, description="Lower than `training.micro_batch_tokens` where memory asks for it."
+        None, description="Lower than `training.micro_batch_tokens` where memory requires it."
     )
 
     def token_budget(self, training: Training) -> int:
@@ -203,7 +203,7 @@ class _Job(_Spec):
     recipe: Recipe | Literal["auto"] = "auto"
     resources: Resources = Resources()
     allow_overcommit: bool = Field(
-        False, description="Start although the plan says that it does not fit."
+        False, description="Start even if it does not fit according to its plan."
     )
     on_out_of_memory: Literal["fail", "retry"] = "fail"
     max_attempts: Annotated[int, Field(ge=1, le=10), NUMBER] = 3
@@ -258,7 +258,7 @@ class TeacherSource(_Spec):
 
 
 class Divergence(str, Enum):
-    """How far the student's distribution lies from the teacher's."""
+    """The distance of the student's distribution from the teacher's."""
 
     FORWARD_KL = "forward_kl"
     REVERSE_KL = "reverse_kl"
@@ -305,8 +305,8 @@ class Distillation(_Spec):
     )
     teacher_placement: Literal["sharded", "replicated", "auto"] = Field(
         "auto",
-        description="The teacher over all ranks, or whole on each; `auto`: whole where the plan says "
-        "that it fits well.",
+        description="The teacher over all ranks, or whole on each; `auto`: whole where that fits "
+        "well according to the plan.",
     )
     unlabelled_dataset_ids: list[str] = Field([], max_length=1000)
 
@@ -320,7 +320,7 @@ class Distillation(_Spec):
 
 
 class Gate(_Spec):
-    """What a student must keep of its teacher to be promoted without force."""
+    """How close a student must be to its teacher to be promoted without force."""
 
     min_macro_f1_share: Annotated[float, Field(ge=0, le=2), NUMBER] = 0.97
 
@@ -358,7 +358,7 @@ class ChainDistill(_DistillJob):
 class ChainSpec(_Spec):
     """Two jobs in one request: a teacher, and the distillation that waits for it.
 
-    Only the request is a chain; what is stored are the two jobs that it stands for.
+    Only the request is a chain; its two jobs are stored.
     """
 
     kind: Literal["chain"]

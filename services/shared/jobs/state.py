@@ -1,4 +1,4 @@
-"""Where a job stands: states, phases, reasons, and the one table of allowed moves."""
+"""States, phases and reasons of jobs, and the table of allowed transitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class JobState(str, Enum):
     WAITING = "waiting"  # for its parent job
     QUEUED = "queued"  # for a worker
     RUNNING = "running"
-    CANCELLING = "cancelling"  # asked to stop; the ranks are saving
+    CANCELLING = "cancelling"  # stop requested; the ranks are saving
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"

@@ -1,4 +1,4 @@
-"""Finds what was lost: workers that fell silent, messages that never arrived. Every worker runs it."""
+"""Recovers from expired leases and lost messages. Every worker runs it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def sweep(
 
     `ends_lost=False` leaves the attempts alone: after an outage that kept their workers from renewing.
 
-    Time is the database's unless `now` says otherwise. Safe to run by many at once. Raises
-    Unavailable when the database does not answer; a broker that is away is tried at the next sweep.
+    Time is the database's unless `now` says otherwise. Safe to run concurrently. Raises
+    Unavailable when the database does not answer; an unreachable broker is retried at the next sweep.
     """
     lost = store.end_lost_attempts(now=now) if ends_lost else []
-    sent = [ticket for ticket in lost if send(app, *ticket)]
+    sent = [queued for queued in lost if send(app, *queued)]
     sent_before = _GRACE if now is None else now - _GRACE
     for kind in QUEUES:
-        # While messages wait in the queue there is no telling which is missing, and no hurry: what
-        # was lost is sent when the queue has run dry. So a long queue never grows by duplicates.
+        # While messages are in the queue, the missing ones are unknown and not urgent: they are sent
+        # once the queue is empty. So a long queue never grows by duplicates.
         try:
             if depth(app, kind) > 0:
                 continue
         except Unavailable:
             break
-        for ticket in store.overdue_jobs(kind, sent_before=sent_before):
-            if send(app, *ticket):
-                sent.append(ticket)
+        for queued in store.overdue_jobs(kind, sent_before=sent_before):
+            if send(app, *queued):
+                sent.append(queued)
     return sent

@@ -1,4 +1,4 @@
-"""What the store gives out: frozen values, never rows."""
+"""Values that the store returns: frozen, never rows."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class JobView(JobSummary):
 
 
 class EventType(str, Enum):
-    """What an event tells; `data` holds the details."""
+    """The type of an event; `data` holds the details."""
 
     STATE = "state"  # {"state", "reason"?, "message"?}
     PHASE = "phase"  # {"phase"}
@@ -134,7 +134,7 @@ class EventType(str, Enum):
 
 
 class EventView(_View):
-    """One thing that happened to a job; `seq` only grows."""
+    """Something that happened to a job; `seq` only increases."""
 
     seq: int
     job_id: str
@@ -145,12 +145,12 @@ class EventView(_View):
 
 
 class ServingView(_View):
-    """What became of a promotion when the API loaded its model."""
+    """Whether the API serves the model of a promotion."""
 
     outcome: Literal["served", "refused"]
     engine: str | None  # that serves it
     why: str | None  # it was refused
-    transient: bool  # refused for now: it is tried again
+    transient: bool  # refused for now: it is retried
     created_at: datetime
 
 
@@ -184,7 +184,7 @@ class PromotionView(_View):
     model_id: str
     forced: bool
     reason: str | None
-    serving: ServingView | None = None  # the last word; None until an API has loaded the model
+    serving: ServingView | None = None  # newest record; None until an API has loaded the model
     created_at: datetime
 
 
@@ -205,7 +205,7 @@ class QueuedJob(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A worker's right to run one attempt, as long as it keeps the lease."""
+    """A worker's right to run one attempt while it holds the lease."""
 
     job_id: str
     attempt: int

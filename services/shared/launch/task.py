@@ -19,7 +19,7 @@ from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim, FinishResult, QueuedJob
 from services.shared.launch.aftermath.memory_failure import examine_memory
-from services.shared.launch.aftermath.outcome import reach_verdict
+from services.shared.launch.aftermath.outcome import determine_outcome
 from services.shared.launch.heartbeat import Heartbeat
 from services.shared.launch.supervise import prepare, supervise
 from services.shared.launch.torchrun import plan_launch
@@ -114,7 +114,7 @@ def _run(
         )
         if ending is None:
             return None
-        outcome = reach_verdict(
+        outcome = determine_outcome(
             run,
             ending,
             examine=lambda cause: examine_memory(

@@ -8,7 +8,7 @@ from services.shared.jobs.documents import RecipeFields
 from services.shared.jobs.outcome import End
 from services.shared.jobs.run_directory import Failure, Report, RunDirectory, write_json
 from services.shared.jobs.state import Reason
-from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause, reach_verdict
+from services.shared.launch.aftermath.outcome import MemoryFailure, RootCause, determine_outcome
 from services.shared.launch.supervise import Force, RunExit, StopReason
 from tests.factories import diagnosis_document, plan_document
 
@@ -49,7 +49,7 @@ def _judge(
     may_retry: bool = False,
     found: MemoryFailure = MemoryFailure(None, {}),
 ) -> Any:
-    return reach_verdict(run, ending, examine=lambda cause: found, may_retry=may_retry)
+    return determine_outcome(run, ending, examine=lambda cause: found, may_retry=may_retry)
 
 
 def _fail(run: RunDirectory, rank: int, reason: Reason, *, time: float, message: str = "m") -> None:
@@ -196,7 +196,7 @@ def test_memory_failures_and_no_others_are_examined(run: RunDirectory, reason: R
         asked.append(cause)
         return MemoryFailure(diagnosis_document(cause="capacity"), {})
 
-    outcome = reach_verdict(run, RunExit(exit_code=1), examine=examine, may_retry=False)
+    outcome = determine_outcome(run, RunExit(exit_code=1), examine=examine, may_retry=False)
     assert bool(asked) is (reason in MEMORY)
     assert (outcome.diagnosis is not None) is (reason in MEMORY)
 

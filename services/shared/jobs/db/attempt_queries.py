@@ -1,4 +1,4 @@
-"""A worker's hold on a job: claim, heartbeat, finish; and what happens when it goes silent."""
+"""Attempts of workers: claim, heartbeat, finish; and the end of those whose lease expired."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import JobState, Phase, Reason
 from services.shared.jobs.views import EventType, FinishResult, HeartbeatReply, Kind, QueuedJob
 
-LOST = "lost"  # the ending of an attempt whose worker fell silent
+LOST = "lost"  # the ending of an attempt whose lease expired
 MAX_FREE_LOSSES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedRow:
-    """What the database knows of a job just claimed; `store` adds the places on disk."""
+    """The row of a job just claimed, and its earlier attempts; `claims` adds the directories."""
 
     job: JobRow
     earlier: list[tuple[str, int]]  # (job id, attempt) that may have checkpoints, best first
@@ -36,7 +36,7 @@ def claim(
 ) -> ClaimedRow | None:
     """Take a queued job, or return None when it is not queued: a duplicate or late message.
 
-    Asked again with the same token, after an answer that was lost, it returns the same attempt.
+    Idempotent: repeated with the same token after a lost response, it returns the same attempt.
     """
     if not transition(
         session,
@@ -76,7 +76,7 @@ def heartbeat(
 ) -> HeartbeatReply:
     """Renew the lease and copy progress; a new phase or evaluation becomes an event.
 
-    A worker that was silent too long takes its job back, unless another has claimed it meanwhile.
+    A worker whose lease expired takes its job back, unless another has claimed it meanwhile.
     """
     job = _held(session, job_id, token) or _taken_back(session, job_id, attempt, token)
     if job is None:
@@ -105,8 +105,8 @@ def finish(
 ) -> FinishResult:
     """Apply how an attempt ended, unless its lease was lost.
 
-    Asked again after an answer that was lost, it says that the outcome is applied; the jobs that are
-    to be sent are then left to the sweep.
+    Idempotent: repeated after a lost response, it reports the outcome as applied and leaves the jobs
+    that are to be sent to the sweep.
     """
     job = _held(session, job_id, token)
     if job is None:
@@ -118,7 +118,7 @@ def finish(
 def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[QueuedJob]:
     """End attempts whose lease ran out; return the jobs to be sent.
 
-    A row that somebody else has locked is left to the next sweep.
+    Rows locked by another transaction are left to the next sweep.
     """
     jobs = session.scalars(
         select(JobRow)
@@ -129,7 +129,7 @@ def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[Queu
     ).all()
     to_send: list[QueuedJob] = []
     for job in jobs:
-        message = f"Worker {job.worker} fell silent during attempt {job.attempt}."
+        message = f"Worker {job.worker} sent no heartbeat during attempt {job.attempt} until its lease expired."
         lost = Outcome(end=End.RETRY, reason=Reason.LOST, message=message)
         to_send += _end_attempt(session, job, ending=LOST, outcome=lost)
     return to_send
@@ -170,8 +170,8 @@ def without_result(session: Session, attempts: list[tuple[str, int]]) -> list[tu
         if job is None:
             continue
         # Only its last attempt can have made a job's model, or be running.
-        may_stand = job.state in (JobState.SUCCEEDED, JobState.RUNNING, JobState.CANCELLING)
-        if number < job.attempt or (number == job.attempt and not may_stand):
+        may_have_result = job.state in (JobState.SUCCEEDED, JobState.RUNNING, JobState.CANCELLING)
+        if number < job.attempt or (number == job.attempt and not may_have_result):
             found.append((job_id, number))
     return found
 
@@ -224,7 +224,7 @@ def _taken_back(session: Session, job_id: str, attempt: int, token: str) -> JobR
 
 
 def _ended_as(session: Session, job_id: str, attempt: int, end: End | str) -> bool:
-    """Return whether the attempt was ended so: by its own worker, since the sweep says "lost"."""
+    """Return whether the attempt has this ending, set by its own worker: the sweep sets "lost"."""
     ending = session.scalar(
         select(AttemptRow.ending).where(AttemptRow.job_id == job_id, AttemptRow.number == attempt)
     )
@@ -249,7 +249,7 @@ def _end_attempt(
         held_by=job.token,
         reason=reason,
         message=outcome.message or None,
-        **_learned(job, outcome, target, is_free=is_free),
+        **_result_columns(job, outcome, target, is_free=is_free),
     )
     if not moved:
         raise InvalidTransition(job.id, job.state, target)
@@ -277,8 +277,10 @@ def _end_attempt(
     return job_queries.release_children(session, job.id)
 
 
-def _learned(job: JobRow, outcome: Outcome, target: JobState, *, is_free: bool) -> dict[str, Any]:
-    """Return the columns of the job that the end of an attempt changes besides its state."""
+def _result_columns(
+    job: JobRow, outcome: Outcome, target: JobState, *, is_free: bool
+) -> dict[str, Any]:
+    """Return the columns of the job, other than its state, that the end of an attempt changes."""
     columns: dict[str, Any] = {}
     if outcome.measured:
         columns["measured"] = outcome.measured

@@ -1,4 +1,4 @@
-"""From what the database knows of a claimed job to what its worker needs."""
+"""Makes a worker's claim from the row of a job and its references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.shared.jobs.views import Claim
 
 
 def claimed_references(session: Session, claimed: ClaimedRow) -> References | InvalidInput:
-    """Return what the claimed job refers to, or what is wrong with a reference by now."""
+    """Return what the claimed job refers to, or the error of a reference that no longer exists."""
     try:
         return load_references(session, job_spec.validate_python(claimed.job.spec))
     except InvalidInput as error:
@@ -31,7 +31,7 @@ def claimed_references(session: Session, claimed: ClaimedRow) -> References | In
 def make_claim(
     claimed: ClaimedRow, references: References | InvalidInput, *, settings: JobSettings
 ) -> Claim:
-    """Return the claim; what is no longer there becomes its `problem`."""
+    """Return the claim; a directory that no longer exists becomes its `problem`."""
     job = claimed.job
     assert job.token is not None
     spec = job_spec.validate_python(job.spec)
@@ -67,6 +67,6 @@ def _missing(resolved: ResolvedSpec) -> Outcome | None:
 def _absent(directories: Sequence[Path | None], reason: Reason) -> Outcome | None:
     for directory in directories:
         if directory is not None and not directory.is_dir():
-            message = f"{directory} is no longer there."
+            message = f"{directory} no longer exists."
             return Outcome(end=End.FAILED, reason=reason, message=message)
     return None

@@ -1,7 +1,7 @@
-"""Column types that keep what Postgres cannot store away from it.
+"""Column types that replace what Postgres cannot store.
 
 Postgres refuses NUL characters, lone surrogates and, in JSON, numbers that are not finite. All of
-them reach us from outside: names, logs, diverged losses. They are replaced here, at the one door.
+them occur in input: names, logs, diverged losses. They are replaced here and nowhere else.
 """
 
 from __future__ import annotations

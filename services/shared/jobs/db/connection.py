@@ -1,4 +1,4 @@
-"""The connection to Postgres, and the one place where losing it gets a name."""
+"""The connection to Postgres; its loss becomes Unavailable here and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 
 from services.shared.jobs.errors import Unavailable
 
-# A cut network must not hold a heartbeat longer than a lease (60 s): the kernel gives the
-# connection up after 10 s without an answer, and the server gives up statements and locks itself.
+# A cut network must not hold a heartbeat longer than a lease (60 s): the kernel closes
+# the connection after 10 s without a response, and the server aborts statements and lock waits itself.
 _CONNECT_SECONDS = 5
 _TCP_GIVE_UP_MILLISECONDS = 10_000
 _SERVER_OPTIONS = (

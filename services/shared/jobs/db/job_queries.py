@@ -1,4 +1,4 @@
-"""Jobs in the database: made, read, listed, cancelled, retried."""
+"""Queries of jobs: create, read, list, cancel."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def create_chain(
 
 
 def view(session: Session, job_id: str) -> JobView:
-    """Return everything known of a job; raises NotFound."""
+    """Return a job with its attempts; raises NotFound."""
     row = get(session, job_id)
     model_id = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job_id))
     children = session.scalars(
@@ -165,8 +165,8 @@ def attempts(session: Session, job_id: str) -> list[AttemptView]:
 def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
     """Return how far the plans of the last succeeded jobs were off, phase by phase.
 
-    Of several ranks the one that is furthest off counts. Nothing is said of phases in which the
-    probe could not count what the plan counts.
+    Of several ranks the one that is furthest off counts. Phases in which the probe could not count
+    what the plan counts are left out.
     """
     rows = session.execute(
         select(
@@ -194,7 +194,7 @@ def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
 
 
 def request_cancel(session: Session, job_id: str) -> None:
-    """Cancel a job at once, or ask its worker to; raises NotFound, InvalidTransition."""
+    """Cancel a job at once, or request it of its worker; raises NotFound, InvalidTransition."""
     state = JobState(get(session, job_id, lock=True).state)
     if state in (JobState.CANCELLING, JobState.CANCELLED):
         return
@@ -215,7 +215,7 @@ def request_cancel(session: Session, job_id: str) -> None:
 def release_children(session: Session, job_id: str) -> list[QueuedJob]:
     """Release or fail the jobs that wait for a job which has just ended; return those to be sent.
 
-    A child that fails takes its own children along.
+    The children of a child that fails fail with it.
     """
     parent = get(session, job_id)
     model_id = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job_id))
@@ -239,7 +239,7 @@ def release_children(session: Session, job_id: str) -> list[QueuedJob]:
 
 
 def get(session: Session, job_id: str, *, lock: bool = False) -> JobRow:
-    """Return a job's row as it stands now; raises NotFound."""
+    """Return the current row of a job; raises NotFound."""
     query = select(JobRow).where(JobRow.id == job_id).execution_options(populate_existing=True)
     row = session.scalar(query.with_for_update() if lock else query)
     if row is None:
@@ -272,8 +272,8 @@ def _by_key(session: Session, key: str, sha256: str) -> str | None:
 
 
 def _digest(request: TeacherSpec | DistillSpec | ChainSpec, *, retry_of: str | None) -> str:
-    asked = request.model_dump(mode="json") | ({"retry_of": retry_of} if retry_of else {})
-    text = json.dumps(asked, sort_keys=True)
+    document = request.model_dump(mode="json") | ({"retry_of": retry_of} if retry_of else {})
+    text = json.dumps(document, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

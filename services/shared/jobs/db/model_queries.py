@@ -23,7 +23,7 @@ _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
 def add(session: Session, job: JobRow, report: Report) -> None:
-    """Register the model of a job that has just succeeded; promote it where its spec says so."""
+    """Register the model of a job that has just succeeded; promote it if its spec requests that and its gate passed."""
     spec = job_spec.validate_python(job.spec)
     gate = None
     if isinstance(spec, DistillSpec):
@@ -99,7 +99,9 @@ def promote(
             field="alias",
         )
     if force and not (reason and reason.strip()):
-        raise InvalidInput("reason: say why the gate is overruled", field="reason")
+        raise InvalidInput(
+            "reason: required with `force`: why the gate is overridden", field="reason"
+        )
     if model.gate is not None and not model.gate.passed and not force:
         raise GateNotPassed(model.id, model.gate.message)
     return _append(session, model.id, alias, forced=force, reason=reason)
@@ -132,7 +134,7 @@ def active(session: Session, alias: str) -> PromotionView | None:
 
 
 def set_int8_gate(session: Session, model_id: str, gate: Int8Gate) -> None:
-    """Keep the decision and its figures in the model's row; the last preparation counts."""
+    """Store the latest 8-bit decision and its figures with the model."""
     values = {"int8_gate": gate.model_dump(mode="json")}
     session.execute(update(ModelRow).where(ModelRow.id == model_id).values(values))
 
@@ -145,10 +147,10 @@ def record_serving(
     refused: str | None = None,
     transient: bool = False,
 ) -> None:
-    """Append what became of a promotion, unless the last word on it is the same.
+    """Append whether the API serves a promotion, unless its newest record says the same.
 
-    Every API process says what it sees, at each start and each further try: only news are kept. What
-    is refused again for the same lack of memory, with other numbers, is none.
+    Every API process reports at each start and each retry; only changes are stored. A second refusal
+    for lack of memory, with other numbers, is not a change.
     """
     last = newest_serving(session, [promotion_id]).get(promotion_id)
     outcome = "served" if refused is None else "refused"
@@ -166,7 +168,7 @@ def record_serving(
 
 
 def newest_serving(session: Session, promotion_ids: Collection[str]) -> dict[str, ServingView]:
-    """Return the last word on each promotion of which there is one."""
+    """Return the newest serving record of each promotion that has one."""
     last = (
         select(func.max(ServingRow.seq))
         .where(ServingRow.promotion_id.in_(promotion_ids))
@@ -179,7 +181,7 @@ def newest_serving(session: Session, promotion_ids: Collection[str]) -> dict[str
 def serving_by_model(
     session: Session, model_ids: Sequence[str]
 ) -> dict[str, dict[str, ServingView]]:
-    """Return, by model and alias, the last word on the newest promotion of the model to the alias."""
+    """Return, by model and alias, the newest serving record of the model's newest promotion to the alias."""
     last = (
         select(func.max(PromotionRow.seq))
         .where(PromotionRow.model_id.in_(model_ids))

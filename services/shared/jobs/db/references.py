@@ -1,4 +1,4 @@
-"""What a spec refers to in the database: datasets, models, a teacher job."""
+"""Loads what a spec refers to in the database: datasets, models, a teacher job."""
 
 from __future__ import annotations
 

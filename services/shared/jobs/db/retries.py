@@ -1,4 +1,4 @@
-"""Jobs that repeat others: a new job, and those that had waited for the old one in vain."""
+"""Retries: a new job that repeats another, and the children that had failed with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def retry(
 ) -> tuple[str, bool]:
     """Insert a new job that repeats a failed or cancelled one; return its id, and if it is new.
 
-    The distillations that failed with it are inserted anew as well, and wait for the new job.
+    The distillations that failed with it are repeated as well, and wait for the new job.
     Raises NotFound, InvalidTransition for any other state.
     """
     old = get(session, job_id, lock=True)
@@ -46,9 +46,9 @@ def retry(
 
 
 def _retry_children(session: Session, parent_id: str, *, new_parent_id: str) -> None:
-    """Insert anew the jobs that failed with a job, and their own children with them.
+    """Repeat the jobs that failed with a job, and their own children.
 
-    One that has been inserted anew before is left alone, unless that failed or was cancelled too.
+    A child that has been repeated before is skipped, unless that retry failed or was cancelled too.
     """
     again = aliased(JobRow)
     children = session.scalars(

@@ -1,4 +1,4 @@
-"""The store: what API, workers and sweep may do with the database. One method is one transaction."""
+"""The store: the operations of API, workers and sweep on the database. One method is one transaction."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Store:
         self.settings = settings
 
     def ping(self) -> None:
-        """Ask the database for an answer."""
+        """Check that the database responds."""
         with transaction(self.engine) as session:
             session.execute(text("SELECT 1"))
 
     # Datasets
 
     def add_dataset(self, card: DatasetCard) -> DatasetView:
-        """Register a dataset whose files already lie in `settings.dataset_dir(card.id)`."""
+        """Register a dataset whose files are already in `settings.dataset_dir(card.id)`."""
         with transaction(self.engine) as session:
             row = session.scalars(
                 insert(DatasetRow)
@@ -144,7 +144,7 @@ class Store:
             return job_queries.view(session, teacher_id), created
 
     def job(self, job_id: str) -> JobView:
-        """Return everything known of a job; raises NotFound."""
+        """Return a job with its attempts; raises NotFound."""
         with transaction(self.engine) as session:
             return job_queries.view(session, job_id)
 
@@ -178,9 +178,9 @@ class Store:
             return job_queries.plan_errors(session, limit=limit)
 
     def request_cancel(self, job_id: str) -> JobView:
-        """Cancel a job that has not started, or ask the worker of a running one to stop.
+        """Cancel a job that has not started, or request the worker of a running one to stop.
 
-        Asking again is harmless. Raises NotFound, and InvalidTransition for a job that has ended
+        Idempotent. Raises NotFound, and InvalidTransition for a job that has ended
         otherwise.
         """
         with transaction(self.engine) as session:
@@ -195,9 +195,9 @@ class Store:
         plan: JobPlanDict | None = None,
         idempotency_key: str | None = None,
     ) -> tuple[JobView, bool]:
-        """Store a new job that repeats a failed or cancelled one and goes on from its checkpoints.
+        """Store a new job that repeats a failed or cancelled one and resumes from its checkpoints.
 
-        Distillations that failed with a teacher are stored anew with it, and wait for it. Returns the
+        Distillations that failed with a teacher are repeated with it, and wait for it. Returns the
         job and whether it is new, as `create_job` does. Raises NotFound, InvalidTransition,
         InvalidInput.
         """
@@ -214,7 +214,7 @@ class Store:
     ) -> Claim | None:
         """Take a queued job for this worker, or return None: a duplicate message, or no such job.
 
-        Asked again with the same `token`, after Unavailable, it returns the claim that was made.
+        Idempotent for a `token`: repeated after Unavailable, it returns the claim that was made.
         """
         with transaction(self.engine) as session:
             claimed = attempt_queries.claim(
@@ -252,8 +252,8 @@ class Store:
     def finish(self, claim: Claim, outcome: Outcome) -> FinishResult:
         """Apply how the attempt ended, and everything that follows, in one transaction.
 
-        Not applied when the lease was lost: then the result is to be discarded. May be asked again
-        after Unavailable, when nobody knows whether the commit arrived. An outcome that
+        Not applied when the lease was lost: then the result is to be discarded. May be repeated
+        after Unavailable, when it is unknown whether the commit was applied. An outcome that
         succeeded has its report, and its artifact in `settings.model_dir(claim.model_id)`.
         """
         with transaction(self.engine) as session:
@@ -267,7 +267,7 @@ class Store:
 
     def hand_back(self, claim: Claim) -> FinishResult:
         """Queue the job again without using up an attempt: this worker shuts down."""
-        message = "Handed back by a worker that shuts down."
+        message = "Returned to the queue by a worker that is shutting down."
         return self.finish(claim, Outcome(end=End.HANDED_BACK, message=message))
 
     # What the sweep does
@@ -320,7 +320,7 @@ class Store:
         force: bool = False,
         reason: str | None = None,
     ) -> PromotionView:
-        """Let an alias serve this model from now on.
+        """Serve this model under an alias from now on.
 
         Raises NotFound; Conflict for a job without a model or an artifact that is gone; GateNotPassed
         without `force`; InvalidInput for `force` without a reason or an impossible alias.
@@ -344,12 +344,12 @@ class Store:
             return model_queries.active(session, alias)
 
     def report_served(self, promotion_id: str, *, engine: str) -> None:
-        """Record that the API serves a promotion, with which engine; said again, it is kept once."""
+        """Record that the API serves a promotion, and with which engine; idempotent."""
         with transaction(self.engine) as session:
             model_queries.record_serving(session, promotion_id, engine=engine)
 
     def report_refused(self, promotion_id: str, why: str, *, transient: bool) -> None:
-        """Record that the API refuses to serve a promotion; `transient` ones are tried again."""
+        """Record that the API refuses to serve a promotion; `transient` refusals are retried."""
         with transaction(self.engine) as session:
             model_queries.record_serving(session, promotion_id, refused=why, transient=transient)
 

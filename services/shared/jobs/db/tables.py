@@ -1,4 +1,4 @@
-"""The tables. What must never be stored is refused by CHECK constraints, not by good manners.
+"""The tables. CHECK constraints refuse what must never be stored.
 
 datasets    one row per validated upload
 jobs        one row per request; state, lease and the last known progress
@@ -6,7 +6,7 @@ attempts    one row per claim of a job by a worker
 events      what happened to a job, in order; read by the event stream
 models      one row per successful job
 promotions  appended only: which model an alias serves from then on
-servings    appended only: what became of a promotion when the API loaded the model
+servings    appended only: whether the API loaded the model of a promotion
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ IS_LEASED = text("state IN ('running', 'cancelling')")
 
 
 class DatasetRow(Table):
-    """A validated dataset; its files lie under its id in the datasets directory."""
+    """A validated dataset; its files are below the datasets directory, under its id."""
 
     __tablename__ = "datasets"
 
@@ -78,7 +78,7 @@ class DatasetRow(Table):
 
 
 class JobRow(Table):
-    """A job. Only `moves.move` writes `state`."""
+    """A job. Only `transitions.transition` writes `state`."""
 
     __tablename__ = "jobs"
 
@@ -209,7 +209,7 @@ class AttemptRow(Table):
 class EventRow(Table):
     """Something that happened to a job.
 
-    Whoever appends holds the lock of the job's row, so a job's events commit in order of `seq`.
+    The writer holds the lock of the job's row, so a job's events commit in order of `seq`.
     """
 
     __tablename__ = "events"
@@ -228,7 +228,7 @@ class EventRow(Table):
 
 
 class ModelRow(Table):
-    """The result of a successful job; its files lie under its id in the models directory."""
+    """The result of a successful job; its files are below the models directory, under its id."""
 
     __tablename__ = "models"
 
@@ -283,7 +283,7 @@ class ServingRow(Table):
     outcome: Mapped[Literal["served", "refused"]] = mapped_column(CleanText)
     engine: Mapped[str | None]  # that serves it
     why: Mapped[str | None]  # it was refused
-    transient: Mapped[bool]  # it is tried again
+    transient: Mapped[bool]  # it is retried
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (

@@ -1,4 +1,4 @@
-"""The one function that changes a job's state, and the decision where an attempt's end leads."""
+"""The one function that changes a job's state, and the state that follows an attempt's end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def transition(
 ) -> bool:
     """Move a job to `target` where the transition table has an arrow; append the event.
 
-    Returns False, having changed nothing, when the job is in no state that leads to `target`, or no
-    longer bears the token `held_by` (where one is given). Further columns of the row are set in the same UPDATE.
+    Returns False, having changed nothing, when no transition leads from the job's state to `target`,
+    or the job no longer has the token `held_by` (where one is given). Further columns of the row are
+    set in the same UPDATE.
     """
     guard = [JobRow.id == job_id, JobRow.state.in_(sorted(sources(target)))]
     if held_by is not None:
@@ -75,10 +76,10 @@ def append_event(
 def next_state(
     end: End, *, state: JobState, reason: Reason | None, attempts_left: bool
 ) -> tuple[JobState, Reason | None]:
-    """Return where a job in `state` goes when its attempt came to this end.
+    """Return the next state, and its reason, of a job in `state` whose attempt has ended.
 
-    A job that is being cancelled is never queued again: what would be another attempt is its
-    cancellation. The result of a run that succeeded or failed before it noticed is kept.
+    A job that is being cancelled is never queued again: instead of another attempt it is
+    cancelled. The result of a run that succeeded or failed before it noticed is kept.
     """
     if end is End.SUCCEEDED:
         return JobState.SUCCEEDED, None

@@ -25,7 +25,7 @@ def read_heads(directory: Path, student: Sequence[Head]) -> list[Head] | None:
     """Return the heads of an artifact of ours, or the one of a classifier made elsewhere.
 
     That one has no name: it takes the name of the student's only head. None where the files do not
-    say, or cannot be read.
+    define them or cannot be read.
     """
     try:
         if (directory / HEADS_FILE).exists():
@@ -50,7 +50,7 @@ ENCODERS = BERT_LIKE | {Family.MODERNBERT}
 
 @dataclass(frozen=True)
 class Teacher:
-    """What runs beside a student; `whole_only` where our ranks cannot shard it."""
+    """The teacher of a distillation; `whole_only` if our ranks cannot shard it."""
 
     shape: shape.Shape
     whole_only: bool = False
@@ -65,8 +65,8 @@ def shape_of(
 ) -> shape.Shape:
     """Return the shape of a model source with a head for each of `classes`.
 
-    `directory` is where `source.path` or `source.model_id` lies; `teacher` lends its vocabulary to a
-    student that starts from a config. Raises memory's InvalidInput for an
+    `directory` is that of `source.path` or `source.model_id`; a student that starts from a config
+    takes the vocabulary size of `teacher`. Raises memory's InvalidInput for an
     architecture that is not known and for a config that leaves sizes to defaults.
     """
     if directory is not None:
@@ -113,9 +113,9 @@ def teacher_of(resolved: ResolvedSpec) -> Teacher:
 
 
 def read_teacher(directory: Path, *, classes: Sequence[int]) -> Teacher:
-    """Return a teacher that lies in `directory`. Raises memory's InvalidInput.
+    """Return the teacher in `directory`. Raises memory's InvalidInput.
 
-    An encoder classifier made elsewhere has its own head, which the ranks do not take apart.
+    An encoder classifier made elsewhere has its own head, which the ranks cannot shard.
     """
     found = shape.from_pretrained_directory(directory, heads=classes)
     made_here = (directory / HEADS_FILE).exists()

@@ -1,4 +1,4 @@
-"""What a plan said of each phase, next to what the ranks measured."""
+"""Planned memory of each phase compared with what the ranks measured."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from services.shared.jobs.documents import JobPlanDict, MeasuredPeaks, ObservedS
 
 # Where the probe has an allocator's counters, it counts what the plan counts. Elsewhere (a CPU) it
 # walks the trained model's parameters, gradients and optimizer state: that is all there is in this
-# phase of a teacher job under FSDP2. FSDP1 makes flat copies while it wraps, which are gone when the
-# probe walks; loading has the optimizer's state beside it where an attempt resumes.
+# phase of a teacher job under FSDP2. FSDP1 makes flat copies while it wraps, which are freed before
+# the probe walks; loading also has the optimizer's state where an attempt resumes.
 ALLOCATOR = "allocator"
 _WALKED = "wrap"
 
 
 class PhaseMemory(BaseModel):
-    """The highest moment of one phase; None where one side does not know it."""
+    """The peak of one phase; None where it was not planned or not measured."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -35,7 +35,7 @@ class PhaseMemory(BaseModel):
 
 
 class RankMemory(BaseModel):
-    """One rank's phases; `basis` says what its probe could count."""
+    """One rank's phases; `basis` names what its probe could count."""
 
     model_config = ConfigDict(frozen=True)
 

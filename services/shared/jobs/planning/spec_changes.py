@@ -1,4 +1,4 @@
-"""Changes of a spec that a retry asks for, or that a remedy proposes."""
+"""Changes of a spec that a retry requests or a remedy proposes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a job asks for to its memory plan: the one place where `jobs.spec` meets `memory`.
+"""Converts a job's spec to its memory plan: the one place where `jobs.spec` meets `memory`.
 
 The plan is made for the largest micro-batch that the job may meet: texts of `training.max_length`
 tokens, as many as the token budget holds.
@@ -90,19 +90,19 @@ def plan_job(
 ) -> JobPlan:
     """Plan a job and choose its recipe. Raises DoesNotFit, with the plan and what would fit.
 
-    `model` is what is trained, `teacher` what a distillation runs beside it. With `recipe: auto` an
+    `model` is trained; `teacher` is the frozen model of a distillation. With `recipe: auto` an
     alternative is taken where the defaults do not fit well; with `teacher_placement: auto` the
-    teacher lies whole on every rank where that fits well; with `allow_overcommit` nothing is
+    teacher is replicated on every rank where that fits well; with `allow_overcommit` nothing is
     refused. Raises memory's InvalidInput for what cannot be planned.
     """
     wanted = spec.recipe if isinstance(spec.recipe, Recipe) else Recipe()
     memory_recipe = to_memory_recipe(
         wanted, spec.training, model=model, ranks=machine.ranks, engine=engine
     )
-    own, beside = _plan(spec, model, teacher, memory_recipe, machine)
-    offered = alternatives.alternatives(model, memory_recipe, machine, teacher=beside)
+    own, frozen = _plan(spec, model, teacher, memory_recipe, machine)
+    offered = alternatives.alternatives(model, memory_recipe, machine, teacher=frozen)
     chosen, chosen_recipe = own, wanted
-    placement = None if beside is None else beside.placement
+    placement = None if frozen is None else frozen.placement
     alternative = _choose(spec, own, offered, memory_recipe) if spec.recipe == "auto" else None
     if alternative is not None:
         chosen = alternative.plan
@@ -127,12 +127,12 @@ def to_memory_recipe(
     ranks: int,
     engine: recipe.Engine,
 ) -> recipe.Recipe:
-    """Return how the ranks will run a spec's recipe, in the memory plan's words."""
+    """Return how the ranks will run a spec's recipe, as a recipe of the memory plan."""
     tokens = wanted.token_budget(training)
     micro_batch = max(1, tokens // training.max_length)
     texts_a_rank = -(-training.batch_size // ranks)
     micro_batch = min(micro_batch, texts_a_rank)
-    told = recipe.Recipe().with_changes(
+    requested = recipe.Recipe().with_changes(
         {name: getattr(wanted, name) for name in _SHARED}
         | {
             # Replicas are units over groups of one rank, not DDP: see training/sharding/shard.py.
@@ -142,15 +142,15 @@ def to_memory_recipe(
             "accumulate": -(-texts_a_rank // micro_batch),
         }
     )
-    return as_the_ranks_run(told, model)
+    return as_run_by_ranks(requested, model)
 
 
-def as_the_ranks_run(
+def as_run_by_ranks(
     wanted: recipe.Recipe, model: shape.Shape, *, padded: bool = True, on_cpu: bool = False
 ) -> recipe.Recipe:
-    """Return a recipe of the memory plan with what our ranks do whatever it says.
+    """Return a recipe of the memory plan with the settings that our ranks always use.
 
-    `padded` says that texts of a micro-batch differ in length, so that an encoder needs a mask;
+    With `padded`, texts of a micro-batch differ in length, so that an encoder needs a mask;
     eager attention makes one for decoders anyway.
     """
     fsdp2 = wanted.engine is recipe.Engine.FSDP2
@@ -171,14 +171,14 @@ def as_the_ranks_run(
     )
 
 
-def beside_of(teacher: Teacher, student: recipe.Recipe, placement: Placement) -> FrozenTeacher:
-    """Return a teacher as it lies beside a student that runs with a recipe."""
-    masked = as_the_ranks_run(student, teacher.shape).attention_mask
+def frozen_teacher(teacher: Teacher, student: recipe.Recipe, placement: Placement) -> FrozenTeacher:
+    """Return a teacher as it is held on the ranks of a student that runs with a recipe."""
+    masked = as_run_by_ranks(student, teacher.shape).attention_mask
     return FrozenTeacher(teacher.shape, placement, masked=masked, whole_only=teacher.whole_only)
 
 
 def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
-    """Return a recipe of the memory plan as a spec's, which says neither engine nor micro-batches.
+    """Return a recipe of the memory plan as a spec's, which has neither engine nor micro-batches.
 
     Raises InvalidInput for what our ranks cannot do.
     """
@@ -225,7 +225,7 @@ def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardwa
             device = host // resources.ranks
         host = None
     elif not named:
-        host = None  # this process may stand on another machine than the workers
+        host = None  # this process may run on another machine than the workers
     return hardware.machine(
         resources.device,
         ranks=resources.ranks,
@@ -251,7 +251,7 @@ def _plan(
     memory_recipe: recipe.Recipe,
     machine: hardware.Hardware,
 ) -> tuple[Plan, FrozenTeacher | None]:
-    """Return the plan, and how a teacher lies in it: whole on every rank only where that fits well."""
+    """Return the plan, and its teacher: replicated on every rank only where that fits well."""
     if teacher is None:
         return plan(model, memory_recipe, machine), None
     assert isinstance(spec, DistillSpec)
@@ -262,7 +262,7 @@ def _plan(
             "an encoder classifier made elsewhere cannot be sharded",
             accepted=("replicated", "auto"),
         )
-    whole = beside_of(teacher, memory_recipe, Placement.REPLICATED)
+    whole = frozen_teacher(teacher, memory_recipe, Placement.REPLICATED)
     if wanted != "sharded" or teacher.whole_only:
         planned = plan_distillation(whole, model, machine, student_recipe=memory_recipe)
         comfortable = planned.runs and planned.verdict is Verdict.FITS
@@ -300,7 +300,7 @@ def _choose(
 def _refusal(refused: Plan, offered: Sequence[alternatives.Alternative]) -> str:
     where = f"{refused.peak_phase} of step {refused.peak.step}"
     if refused.verdict is Verdict.DOES_NOT_FIT:
-        said = (
+        reason = (
             f"The job needs {format_size(refused.peak_bytes)} on each rank ({where}), "
             f"{format_size(-refused.headroom_bytes)} more than a "
             f"{refused.hardware.device.name} gives to tensors "
@@ -308,14 +308,14 @@ def _refusal(refused: Plan, offered: Sequence[alternatives.Alternative]) -> str:
         )
     else:
         assert refused.hardware.host_memory_bytes is not None
-        said = (
+        reason = (
             f"The job needs {format_size(refused.host.peak_bytes)} of host memory, which has "
             f"{format_size(refused.hardware.host_memory_bytes)}."
         )
     if not offered:
-        return f"{said} No change that is known would make it fit."
+        return f"{reason} No known change would make it fit."
     first = offered[0]
-    return f"{said} It fits with: {first.change} ({format_size(first.plan.peak_bytes)})."
+    return f"{reason} It fits with: {first.change} ({format_size(first.plan.peak_bytes)})."
 
 
 def _source_field(resolved: ResolvedSpec, part: str) -> str:

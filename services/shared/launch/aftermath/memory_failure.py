@@ -1,7 +1,6 @@
-"""From a memory failure of our own ranks to a diagnosis, and to the remedy that fits.
+"""Diagnoses a memory failure of our own ranks, and chooses the remedy that fits.
 
-Nothing has to be guessed about a job of ours: the case is filled from its spec, its recipe, and what
-its ranks recorded.
+The case is filled from the job's spec, its recipe, and what its ranks recorded.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from services.shared.jobs.documents import JobPlanDict, RecipeFields
 from services.shared.jobs.planning.model_shapes import Teacher, model_of, teacher_of
 from services.shared.jobs.planning.spec_changes import split_changes
 from services.shared.jobs.planning.spec_to_plan import (
-    beside_of,
     engine_of,
+    frozen_teacher,
     machine_of,
     plan_job,
     to_memory_recipe,
@@ -59,11 +58,11 @@ _PACKAGES = ("torch", "transformers", "accelerate")
 
 @dataclass(frozen=True)
 class _Job:
-    """A job whose shape is known: what trains, what lies beside it, and the recipe of both."""
+    """A job of known shape: the model it trains, the teacher of a distillation, and its recipe."""
 
     model: Shape
     teacher: Teacher | None
-    beside: FrozenTeacher | None  # how the teacher lay on the ranks
+    frozen: FrozenTeacher | None  # the teacher as it was held on the ranks
     recipe: MemoryRecipe
 
 
@@ -72,15 +71,15 @@ def examine_memory(
 ) -> MemoryFailure:
     """Diagnose the failure of one attempt and choose the first remedy that fits and can be run.
 
-    A distillation's message is read without its shapes: two models lay on the card, and which of
-    them an allocation belonged to nobody knows. Its remedies are those of its plan, which has both.
+    A distillation's message is read without its shapes: two models were on the device, and an
+    allocation may belong to either. Its remedies are those of its plan, which has both.
     """
     recipe = Recipe.model_validate(claim.recipe)
     try:
         job = _known_job(claim, recipe, settings)
         facts = _facts(claim, recipe, job, settings)
-        told = _told(cause, run=run, exit_code=exit_code)
-        document = diagnose(Case.from_dict(facts | told)).to_dict()
+        reported = _reported(cause, run=run, exit_code=exit_code)
+        document = diagnose(Case.from_dict(facts | reported)).to_dict()
         if job is None:
             return MemoryFailure(diagnosis=document, recipe_changes={})
         remedies = list(_remedies(document, claim, job, settings))
@@ -97,7 +96,7 @@ def examine_memory(
 
 
 def _known_job(claim: Claim, recipe: Recipe, settings: JobSettings) -> _Job | None:
-    """Return the job in the memory plan's words; None for a model of unknown shape."""
+    """Return the job as the memory plan sees it; None for a model of unknown shape."""
     assert claim.resolved is not None
     teacher = None
     try:
@@ -113,10 +112,10 @@ def _known_job(claim: Claim, recipe: Recipe, settings: JobSettings) -> _Job | No
         ranks=claim.spec.resources.ranks,
         engine=engine_of(settings),
     )
-    return _Job(model, teacher, _beside(teacher, claim, planned), planned)
+    return _Job(model, teacher, _frozen(teacher, claim, planned), planned)
 
 
-def _beside(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> FrozenTeacher | None:
+def _frozen(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> FrozenTeacher | None:
     if teacher is None:
         return None
     assert isinstance(claim.spec, DistillSpec)
@@ -125,7 +124,7 @@ def _beside(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> Fro
     # Without a plan the ranks decide, and hold a small teacher whole.
     whole = teacher.whole_only or wanted != Placement.SHARDED
     placement = Placement.REPLICATED if whole else Placement.SHARDED
-    return beside_of(teacher, planned, placement)
+    return frozen_teacher(teacher, planned, placement)
 
 
 def _facts(claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings) -> dict[str, Any]:
@@ -159,25 +158,25 @@ def _facts(claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings
     return facts
 
 
-def _told(cause: RootCause, *, run: RunDirectory, exit_code: int) -> dict[str, Any]:
-    """Return what the failed rank and its probe said, as fields of a case."""
-    told: dict[str, Any] = {"log": cause.log, "exit_code": exit_code}
+def _reported(cause: RootCause, *, run: RunDirectory, exit_code: int) -> dict[str, Any]:
+    """Return what the failed rank and its probe reported, as fields of a case."""
+    reported: dict[str, Any] = {"log": cause.log, "exit_code": exit_code}
     if cause.failure is not None:
-        told |= {"phase": cause.failure.phase, "step": cause.failure.step}
+        reported |= {"phase": cause.failure.phase, "step": cause.failure.step}
     ranks = run.ranks() if cause.rank is None else [cause.rank]
     for rank in ranks:
         for _, record in read_records(run.memory_file(rank), MemoryRecord):
             if record.observed is not None:
                 seen = record.observed
-                told["observed"] = {
+                reported["observed"] = {
                     "sharded_units": seen.get("sharded_units"),
                     "local_parameter_bytes": seen.get("local_parameter_bytes"),
                     "expected_parameter_bytes": seen.get("expected_local_parameter_bytes"),
                     "allocated_after_wrap_bytes": record.allocated_bytes or None,
                     "dtypes": seen.get("parameter_dtypes"),
                 }
-                return told
-    return told
+                return reported
+    return reported
 
 
 def _remedies(
@@ -185,7 +184,7 @@ def _remedies(
 ) -> Iterator[RemedyDict]:
     """Yield what to change: faults as the diagnosis names them, recipes as the job's own plan does.
 
-    A case says less than a spec (how often gradients accumulate, which units there are), so its
+    A case has less than a spec (gradient accumulation, sharding units), so its
     recipes are replaced by the plan's, whose `changes` are those that a retry takes.
     """
     proposed = diagnosis["remedies"]
@@ -193,7 +192,7 @@ def _remedies(
     machine = machine_of(claim.spec, settings)
     if not fixed_by_smaller_recipe(diagnosis["cause"], device=machine.device.name):
         return
-    for offer in alternatives(job.model, job.recipe, machine, teacher=job.beside):
+    for offer in alternatives(job.model, job.recipe, machine, teacher=job.frozen):
         changes = to_spec_changes(offer.changes, job.recipe)
         if changes:
             yield {
@@ -213,13 +212,13 @@ def _plan_with(
     job: _Job,
     settings: JobSettings,
 ) -> JobPlanDict:
-    """Return the plan of the job with a changed recipe, its teacher where it was or is to go."""
+    """Return the plan of the job with a changed recipe, its teacher placed as before or as changed."""
     changed = Recipe.model_validate(claim.recipe | changes)
     spec = claim.spec.model_copy(update={"recipe": changed, "allow_overcommit": True})
     if isinstance(spec, DistillSpec):
-        assert job.beside is not None
-        lies = {"teacher_placement": placement or str(job.beside.placement)}
-        spec = spec.model_copy(update={"distillation": spec.distillation.model_copy(update=lies)})
+        assert job.frozen is not None
+        placed = {"teacher_placement": placement or str(job.frozen.placement)}
+        spec = spec.model_copy(update={"distillation": spec.distillation.model_copy(update=placed)})
     return plan_job(
         spec,
         model=job.model,

@@ -1,4 +1,4 @@
-"""From exit code, rank files, torchrun's summary and the kernel's counters to one Outcome."""
+"""Determines the Outcome of an attempt from exit code, rank files, torchrun's log and kernel counters."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from services.shared.memory.forensics.diagnosis import DiagnosisDict
 _MEMORY_REASONS = frozenset(
     {Reason.DEVICE_OUT_OF_MEMORY, Reason.HOST_OUT_OF_MEMORY, Reason.NOT_SHARDED}
 )
-# A rank that waits in vain for a failed one reports this; the one that failed is the root cause.
-_ECHO = Reason.COLLECTIVE_TIMEOUT
+# Reported by ranks that wait for a failed one, which is the root cause.
+_SECONDARY = Reason.COLLECTIVE_TIMEOUT
 
 # Less than this, and neither a log nor a failure's own file could be written.
 _DISK_FULL_BYTES = 2**18
@@ -55,9 +55,9 @@ class RootCause:
     reason: Reason
     message: str
     rank: int | None = None
-    failure: Failure | None = None  # what the rank told itself; none after SIGKILL
+    failure: Failure | None = None  # what the rank reported itself; None after SIGKILL
     log: str = ""  # text that may hold the memory error
-    is_ours: bool = True  # a fault of the job; False where somebody killed it from outside
+    is_fault_of_job: bool = True  # a fault of the job; False if it was killed from outside
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MemoryFailure:
 
     @property
     def has_remedy(self) -> bool:
-        """Say whether another attempt would be another job; a teacher's placement is in the plan."""
+        """Return whether another attempt would differ; a teacher's placement is in the plan."""
         return bool(self.recipe_changes) or self.plan is not None
 
 
@@ -84,28 +84,28 @@ class _Measured(TypedDict):
 Examine = Callable[[RootCause], MemoryFailure]
 
 
-def reach_verdict(
+def determine_outcome(
     run: RunDirectory, ending: RunExit, *, examine: Examine, may_retry: bool
 ) -> Outcome:
     """Return how the attempt ended.
 
-    `examine` reads a memory failure; `may_retry` says that the job asked for another attempt after
-    running out of memory, which it gets when a remedy fits. A run that was killed from outside gets
-    one in any case, as long as attempts are left: it goes on from its last checkpoint.
+    `examine` diagnoses a memory failure; with `may_retry` the job gets another attempt after running
+    out of memory if a remedy fits. A run that was killed from outside gets
+    one in any case, as long as attempts are left: it resumes from its last checkpoint.
     """
     report = read_record(run.report, Report)
     failures = run.failures()
-    evidence = _measured(run)
+    measured = _measured(run)
     if report is not None and report.outcome == "succeeded" and not failures:
-        return Outcome(end=End.SUCCEEDED, exit_code=ending.exit_code, report=report, **evidence)
+        return Outcome(end=End.SUCCEEDED, exit_code=ending.exit_code, report=report, **measured)
     if not failures or ending.force is not Force.NONE:
         stopped = _after_a_stop(ending, report)
         if stopped is not None:
-            return stopped.model_copy(update=evidence)
+            return stopped.model_copy(update=measured)
     cause = find_root_cause(run, ending, failures)
     found = examine(cause) if cause.reason in _MEMORY_REASONS else MemoryFailure(None, {})
-    mended = may_retry and found.has_remedy and ending.stop is None
-    end = _end_of_failure(ending.stop, retry=mended or not cause.is_ours)
+    retry_with_remedy = may_retry and found.has_remedy and ending.stop is None
+    end = _end_of_failure(ending.stop, retry=retry_with_remedy or not cause.is_fault_of_job)
     return Outcome(
         end=end,
         reason=Reason.CANCELLED if end is End.CANCELLED else cause.reason,
@@ -114,31 +114,35 @@ def reach_verdict(
         failed_rank=cause.rank,
         diagnosis=found.diagnosis,
         failure=_failure_document(cause.failure),
-        recipe_changes=found.recipe_changes if mended else {},
-        plan=found.plan if mended else None,
-        **evidence,
+        recipe_changes=found.recipe_changes if retry_with_remedy else {},
+        plan=found.plan if retry_with_remedy else None,
+        **measured,
     )
 
 
 def find_root_cause(run: RunDirectory, ending: RunExit, failures: list[Failure]) -> RootCause:
-    """Return the first failure that is no echo of another.
+    """Return the first failure that is not the consequence of another.
 
     A rank killed by SIGKILL leaves no file; the others then report only that a collective timed out
     or that a connection closed.
     """
     exits = read_summary(run.log)
-    told = [failure for failure in failures if failure.reason is not _ECHO]
-    if told:
-        first = told[0]
-        is_ours = first.reason is not Reason.LOST  # the worker was stopped, not the job at fault
+    primary = [failure for failure in failures if failure.reason is not _SECONDARY]
+    if primary:
+        first = primary[0]
+        is_fault_of_job = (
+            first.reason is not Reason.LOST
+        )  # the worker was stopped, not the job at fault
         text = _text_of(first)
-        return RootCause(first.reason, first.message, first.rank, first, text, is_ours=is_ours)
-    spoke = {failure.rank for failure in failures}
-    silent = [exit for exit in exits if exit.rank not in spoke]
-    killed = [exit for exit in silent if exit.exit_code in (-9, 137)]
+        return RootCause(
+            first.reason, first.message, first.rank, first, text, is_fault_of_job=is_fault_of_job
+        )
+    reported = {failure.rank for failure in failures}
+    unreported = [exit for exit in exits if exit.rank not in reported]
+    killed = [exit for exit in unreported if exit.exit_code in (-9, 137)]
     if killed or (ending.exit_code in (-9, 137) and ending.force is not Force.KILLED):
         return _cause_of_kill(killed[0].rank if killed else None, ending)
-    died = [exit for exit in silent if exit.signal_name not in (None, "SIGTERM")]
+    died = [exit for exit in unreported if exit.signal_name not in (None, "SIGTERM")]
     if died:
         return _cause_of_signal(died[0])
     if failures:
@@ -148,7 +152,7 @@ def find_root_cause(run: RunDirectory, ending: RunExit, failures: list[Failure])
 
 
 def _after_a_stop(ending: RunExit, report: Report | None) -> Outcome | None:
-    """Return the outcome of ranks that left, or were made to leave, because they were asked to."""
+    """Return the outcome of ranks that stopped, or were ended, on request."""
     stopped = report is not None and report.outcome == "stopped"
     if not stopped and ending.stop is None:
         return None
@@ -176,7 +180,7 @@ def _after_a_stop(ending: RunExit, report: Report | None) -> Outcome | None:
 
 
 def _end_of_failure(stop: StopReason | None, *, retry: bool) -> End:
-    """Return where a failure leads; ranks that fail while leaving have left all the same."""
+    """Return the end of a failed attempt; ranks that fail while stopping have stopped nonetheless."""
     if stop == "cancelled":
         return End.CANCELLED
     if stop == "handed_back":
@@ -185,20 +189,22 @@ def _end_of_failure(stop: StopReason | None, *, retry: bool) -> End:
 
 
 def _cause_of_kill(rank: int | None, ending: RunExit) -> RootCause:
-    who = "torchrun" if rank is None else f"rank {rank}"
+    process = "torchrun" if rank is None else f"rank {rank}"
     if ending.oom_killed:
         return RootCause(
             Reason.HOST_OUT_OF_MEMORY,
-            f"The kernel killed {who} for lack of host memory (its oom_kill counter moved).",
+            f"The kernel killed {process} for lack of host memory (its oom_kill counter increased).",
             rank,
             log="Killed: exit code -9, oom_kill counted by the kernel",
         )
-    witness = (
-        "no counter of OOM kills can be read here, so this may have been the kernel"
+    origin = (
+        "OOM kills cannot be counted here, so it may have been the kernel"
         if ending.oom_killed is None
-        else "the kernel counted no OOM kill, so somebody sent the signal"
+        else "the kernel counted no OOM kill, so another process sent the signal"
     )
-    return RootCause(Reason.CRASHED, f"SIGKILL ended {who}; {witness}.", rank, is_ours=False)
+    return RootCause(
+        Reason.CRASHED, f"SIGKILL ended {process}; {origin}.", rank, is_fault_of_job=False
+    )
 
 
 def _cause_of_signal(exit: RankExit) -> RootCause:
@@ -210,14 +216,14 @@ def _cause_of_signal(exit: RankExit) -> RootCause:
 
 
 def _cause_in_log(run: RunDirectory, exits: list[RankExit], ending: RunExit) -> RootCause:
-    """Return what can be said of ranks that wrote no failure file: the log has the last word."""
+    """Return the root cause according to the log, for ranks that wrote no failure file."""
     rank = exits[0].rank if exits else None
-    told = read_error_file(run.path / "torchrun", rank) if rank is not None else None
-    text = told or read_tail(run.log, max_bytes=64 * 1024)
-    if told is None and shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:
-        message = f"The ranks ended without a word, and no space is left for {run.path}: free some."
+    recorded = read_error_file(run.path / "torchrun", rank) if rank is not None else None
+    text = recorded or read_tail(run.log, max_bytes=64 * 1024)
+    if recorded is None and shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:
+        message = f"The ranks ended without an error message, and no disk space is left for {run.path}: free some."
         return RootCause(Reason.DISK_FULL, message, rank, log=text)
-    # torchrun's own ChildFailedError closes the log; a rank's error stands before it.
+    # torchrun's own ChildFailedError ends the log; a rank's error precedes it.
     errors = [line for line in _LAST_ERROR.findall(text) if "ChildFailedError" not in line]
     last = errors[-1] if errors else f"torchrun ended with code {ending.exit_code}"
     started = bool(run.ranks()) or run.progress.exists()

@@ -1,4 +1,4 @@
-"""What torchrun says of the ranks that failed: its summary in the log, its error files."""
+"""Reads torchrun's report of the ranks that failed: its summary in the log, its error files."""
 
 from __future__ import annotations
 
