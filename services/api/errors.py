@@ -141,7 +141,10 @@ def _from_dataset(error: DatasetRejected) -> ProblemError:
         for fault in error.faults
     ]
     detail = f"The upload has {error.total} error(s); the first: {error.faults[0]}"
-    return ProblemError("invalid-dataset", detail, faults=faults, total_faults=error.total)
+    extensions: dict[str, Any] = {"faults": faults, "total_faults": error.total}
+    if error.found:
+        extensions |= {"found": error.found, "command": error.command}
+    return ProblemError("invalid-dataset", detail, **extensions)
 
 
 def _from_http(error: HTTPException) -> ProblemError:

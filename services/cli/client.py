@@ -186,6 +186,10 @@ def _format_problem(problem: ProblemResponse) -> str:
     for fault in problem.get("faults") or []:
         where = "" if fault.get("line") is None else f"line {fault['line']}: "
         lines.append(f"  {where}{fault.get('message')}")
+    if found := problem.get("found"):
+        lines.append(f"Found: {found}")
+    if command := problem.get("command"):
+        lines.append(f"Repeat with: {command}")
     plan = problem.get("plan") or {}
     fitting = [a for a in plan.get("alternatives") or [] if a.get("verdict") != "does_not_fit"]
     if fitting:

@@ -147,6 +147,21 @@ class UploadFault(TypedDict, total=False):
     message: str
 
 
+class PreviewResponse(TypedDict):
+    """`POST /datasets/preview`."""
+
+    found: str
+    first_rows: list[dict[str, str]]
+    rows: dict[str, int]
+    label_counts: dict[str, dict[str, int]]
+    missing_labels: dict[str, int]
+    num_duplicates: int
+    num_left_out: int
+    faults: list[UploadFault]
+    warnings: list[str]
+    command: str
+
+
 class ProblemResponse(TypedDict, total=False):
     """An RFC 9457 problem document."""
 
@@ -156,4 +171,6 @@ class ProblemResponse(TypedDict, total=False):
     detail: str
     errors: list[FieldError]
     faults: list[UploadFault]
+    found: str
+    command: str
     plan: PlanResponse

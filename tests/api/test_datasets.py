@@ -127,10 +127,33 @@ def test_an_invalid_field_is_named(client: TestClient, fields: dict[str, str], n
     assert response.json()["errors"][0]["field"] == named
 
 
-def test_an_unknown_extension_needs_a_format(client: TestClient) -> None:
-    response = upload(client, jsonl(rows()), filename="reviews.txt")
-    assert (response.status_code, response.json()["errors"][0]["field"]) == (422, "file")
-    assert upload(client, jsonl(rows()), filename="reviews.txt", format="jsonl").status_code == 201
+def test_the_format_is_detected_by_content_and_can_be_given(client: TestClient) -> None:
+    assert upload(client, jsonl(rows()), filename="reviews.txt").status_code == 201
+    response = upload(client, jsonl(rows()), filename="reviews.txt", format="xlsx")
+    assert response.json()["faults"][0]["message"].startswith("is not a readable Excel workbook")
+
+
+def test_a_rejection_says_what_was_found_and_how_to_repeat(client: TestClient) -> None:
+    records = [{"review": row["text"], "sentiment": row["sentiment"]} for row in rows()]
+    body = upload(client, jsonl(records), filename="my reviews.jsonl").json()
+    assert body["found"] == "jsonl, encoding utf-8, columns 'review', 'sentiment'"
+    assert body["command"] == (
+        "stillhouse datasets add 'my reviews.jsonl' --text-column review --head sentiment"
+    )
+
+
+def test_a_preview_shows_rows_and_labels_and_stores_nothing(
+    client: TestClient, platform: Platform
+) -> None:
+    files = {"file": ("reviews.jsonl", jsonl(rows()))}
+    response = client.post("/datasets/preview", files=files)
+    assert response.status_code == 200
+    body = response.json()
+    assert body["label_counts"] == {"sentiment": {"good": 20, "bad": 20}}
+    assert body["first_rows"][0] == {"text": "第0条评论", "sentiment": "good"}
+    assert (body["acceptable"], body["complete"], body["examined_rows"]) == (True, True, 40)
+    assert body["command"] == "stillhouse datasets add reviews.jsonl --head sentiment"
+    assert left_over(platform) == []
 
 
 @pytest.mark.parametrize("filename", ["../../etc/passwd.jsonl", "a/b.jsonl", "页.jsonl"])

@@ -245,3 +245,35 @@ def test_an_unreachable_api_is_reported_with_how_to_start_it() -> None:
     assert done.exit_code == 1
     assert "http://127.0.0.1:1 does not respond" in done.stderr
     assert "stillhouse up" in done.stderr
+
+
+def test_a_preview_names_what_was_found_and_the_command(stillhouse: Run, tmp_path: Path) -> None:
+    path = tmp_path / "moods.csv"
+    path.write_text("review;mood\n" + "".join(f"text {n};{n % 2}\n" for n in range(40)))
+    done = stillhouse("datasets", "preview", str(path))
+    assert done.exit_code == 0, done.output
+    assert "Found: csv, encoding utf-8, delimiter ';', with a header, columns 'review', 'mood'" in (
+        done.output
+    )
+    assert "stillhouse datasets add moods.csv --text-column review --head mood" in done.output
+
+
+def test_several_files_become_the_splits(stillhouse: Run, tmp_path: Path) -> None:
+    for name, count in (("train", 30), ("dev", 10), ("test", 4)):
+        rows = "".join(f"{name} {n}\t{('glad', 'sad')[n % 2]}\n" for n in range(count))
+        (tmp_path / f"{name}.tsv").write_text("text\tmood\n" + rows)
+    files = [str(tmp_path / f"{name}.tsv") for name in ("train", "dev", "test")]
+    done = stillhouse("datasets", "add", *files, "--head", "mood", "--name", "moods", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["rows"] == {"train": 30, "validation": 10, "test": 4}
+
+
+def test_a_refused_upload_shows_the_command_to_repeat(stillhouse: Run, tmp_path: Path) -> None:
+    path = tmp_path / "moods.csv"
+    path.write_text("review,mood\n" + "".join(f"text {n},{n % 2}\n" for n in range(40)))
+    done = stillhouse("datasets", "add", str(path), "--head", "mood")
+    assert done.exit_code == 1
+    assert (
+        "Repeat with: stillhouse datasets add moods.csv --text-column review --head mood"
+        in done.stderr
+    )

@@ -17,7 +17,7 @@ import pytest
 
 from services.shared.datasets.card import Head, HeadType, Split
 from services.shared.datasets.ingest import read_card
-from services.shared.datasets.upload import Format, Layout, format_from_filename
+from services.shared.datasets.upload import Format, Layout
 
 if TYPE_CHECKING:
     from tests.datasets.conftest import Ingestor, JsonLines
@@ -212,17 +212,3 @@ def test_a_failure_while_writing_leaves_no_files(
     with pytest.raises(OSError, match="No space"):
         ingestor.ingest(jsonl())
     assert list(ingestor.datasets_dir.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [("a.JSONL", Format.JSONL), ("b.c.csv", Format.CSV), ("x/y.parquet", Format.PARQUET)],
-)
-def test_the_suffix_determines_the_format(name: str, format: Format) -> None:
-    assert format_from_filename(name) is format
-
-
-@pytest.mark.parametrize("name", ["", "reviews", "reviews.txt", ".csv", "a.csv.gz"])
-def test_a_name_with_an_unknown_suffix_is_rejected(name: str) -> None:
-    with pytest.raises(ValueError, match="specify the format"):
-        format_from_filename(name)

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.shared.datasets.card import DatasetCard
+from services.shared.datasets.formats.arrow_tables import read_parquet
+from services.shared.datasets.formats.records import MAX_ROWS
 from services.shared.datasets.ingest import ingest
-from services.shared.datasets.reader import MAX_PARQUET_ROWS, read_records
 from services.shared.datasets.sandbox import ingest_in_sandbox
 from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layout
 
@@ -117,12 +118,12 @@ def test_any_other_failure_of_the_subprocess_is_not_a_fault_of_the_upload(
 
 
 def test_too_many_rows_are_rejected_before_the_first_is_read(tmp_path: Path) -> None:
-    rows = MAX_PARQUET_ROWS + 1
+    rows = MAX_ROWS + 1
     indices = pa.array(memoryview(bytes(rows)).cast("b"), pa.int8())
     table = pa.table({"text": pa.DictionaryArray.from_arrays(indices, pa.array(["a"]))})
     file = io.BytesIO()
     pq.write_table(table, file, row_group_size=rows, compression="zstd")
     assert len(file.getvalue()) < 100_000
     (tmp_path / "upload").write_bytes(file.getvalue())
-    found = list(read_records(tmp_path / "upload", format=Format.PARQUET, columns=["text"]))
+    found = list(read_parquet(tmp_path / "upload", columns=["text"]))
     assert found == [Fault(line=None, field=None, message="has more than 20,000,000 rows")]

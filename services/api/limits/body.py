@@ -30,6 +30,7 @@ class BodyLimitMiddleware:
         self._app = app
         self._limits = {
             "/datasets": settings.upload_limit_bytes,
+            "/datasets/preview": settings.upload_limit_bytes,
             "/diagnoses": settings.log_limit_bytes,
         }
         self._default_limit = settings.json_limit_bytes

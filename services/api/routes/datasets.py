@@ -6,8 +6,10 @@ import errno
 import json
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,16 +26,23 @@ from services.api.problems import ProblemError, invalid_field
 from services.api.settings import ApiSettings
 from services.shared.datasets.card import DatasetCard
 from services.shared.datasets.ingest import ingest
-from services.shared.datasets.sandbox import ingest_in_sandbox
-from services.shared.datasets.upload import Format, Layout, format_from_filename
+from services.shared.datasets.preview import Preview, preview
+from services.shared.datasets.sandbox import (
+    ingest_in_sandbox,
+    is_small_text,
+    preview_in_sandbox,
+)
+from services.shared.datasets.upload import Format, Layout
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.views import DatasetView, Page
 
 router = APIRouter(tags=["datasets"], responses=problems(401, 422, 429, 500, 503))
 
-MAX_FIELDS = 16
-MAX_FIELD_BYTES = 64 * 1024
-_JSON_FIELDS = ("heads", "fractions")
+T = TypeVar("T")
+
+MAX_FIELDS = 32
+MAX_FIELD_BYTES = 1024 * 1024  # the names of 10,000 labels
+_JSON_FIELDS = ("heads", "fractions", "label_names", "missing_labels")
 
 
 def _with_file(schema: dict[str, Any]) -> None:
@@ -41,19 +50,19 @@ def _with_file(schema: dict[str, Any]) -> None:
     schema["properties"]["file"] = {
         "type": "string",
         "format": "binary",
-        "description": "JSONL or CSV in UTF-8, or Parquet.",
+        "description": "A table of texts in any format of docs/datasets.md.",
     }
 
 
 class DatasetForm(Layout):
-    """The multipart form of an upload; `heads` and `fractions` are JSON."""
+    """The multipart form of an upload; `heads`, `fractions` and what is a list or a map are JSON."""
 
     model_config = ConfigDict(json_schema_extra=_with_file)
 
     name: Annotated[str, Field(min_length=1, max_length=120)] | None = Field(
         None, description="Defaults to the file name."
     )
-    format: Format | None = Field(None, description="Defaults to the file extension.")
+    format: Format | None = Field(None, description="Detected from the content by default.")
 
 
 _FORM = {
@@ -85,15 +94,21 @@ _FORM = {
 )
 async def create_dataset(request: Request, context: ContextDep, response: Response) -> DatasetView:
     """Validate an upload row by row and store it; every error names its line."""
-    try:
-        async with context.upload_limiter.upload():
-            stored = await _receive(request, context)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ProblemError("disk-full", "The server has no disk space for this upload.") from error
+    stored = await _receive(request, context, _store)
     response.headers["Location"] = f"/datasets/{stored.id}"
     return stored
+
+
+@router.post(
+    "/datasets/preview",
+    operation_id="preview_dataset",
+    dependencies=[Depends(requires(Scope.SUBMIT))],
+    openapi_extra=_FORM,
+    responses=problems(400, 403, 413, 507),
+)
+async def preview_dataset(request: Request, context: ContextDep) -> Preview:
+    """Show how an upload would be read; nothing is stored."""
+    return await _receive(request, context, _preview)
 
 
 @router.get("/datasets", operation_id="list_datasets", dependencies=[Depends(requires(None))])
@@ -115,17 +130,28 @@ def get_dataset(dataset_id: DatasetId, context: ContextDep) -> DatasetView:
     return context.store.dataset(dataset_id)
 
 
-async def _receive(request: Request, context: AppContext) -> DatasetView:
-    # Parse the form here, after the scope check: the framework would parse it before.
-    async with request.form(
-        max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
-    ) as fields:
-        file = fields.get("file")
-        if not isinstance(file, UploadFile):
-            raise invalid_field("file", "Send the dataset as `file` in a multipart form.")
-        form = _parse_form(fields)
-        async with context.upload_limiter.validation():
-            return await run_in_threadpool(_store, file, form, context=context)
+async def _receive(
+    request: Request, context: AppContext, use: Callable[[UploadFile, DatasetForm, AppContext], T]
+) -> T:
+    """Receive the form and return what `use` makes of it in a thread."""
+    try:
+        # Parse the form here, after the scope check: the framework would parse it before.
+        async with (
+            context.upload_limiter.upload(),
+            request.form(
+                max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
+            ) as fields,
+        ):
+            file = fields.get("file")
+            if not isinstance(file, UploadFile):
+                raise invalid_field("file", "Send the dataset as `file` in a multipart form.")
+            form = _parse_form(fields)
+            async with context.upload_limiter.validation():
+                return await run_in_threadpool(use, file, form, context)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ProblemError("disk-full", "The server has no disk space for this upload.") from error
 
 
 def _parse_form(fields: FormData) -> DatasetForm:
@@ -152,22 +178,22 @@ def _parse_json(field: str, text: str) -> Any:
         raise invalid_field(field, f"The field is not valid JSON: {error}") from error
 
 
-def _store(file: UploadFile, form: DatasetForm, *, context: AppContext) -> DatasetView:
+def _store(file: UploadFile, form: DatasetForm, context: AppContext) -> DatasetView:
     filename = file.filename or ""
-    try:
-        format = form.format or format_from_filename(filename)
-    except ValueError as error:
-        raise invalid_field("file", str(error)) from error
     dataset_id = new_id("ds")
     name = form.name or PurePath(filename).stem[:120] or dataset_id
     if fault := text_fault(name):
         raise invalid_field("file", f"The file name {fault}; give a `name`.")
     settings = context.settings
-    with tempfile.NamedTemporaryFile(dir=settings.uploads_dir, suffix=f".{format}") as copy:
-        shutil.copyfileobj(file.file, copy, 1024 * 1024)
-        copy.flush()
+    with _copied(file, settings) as upload:
         card = _ingest(
-            Path(copy.name), format=format, layout=form, id=dataset_id, name=name, settings=settings
+            upload,
+            format=form.format,
+            layout=form,
+            id=dataset_id,
+            name=name,
+            settings=settings,
+            filename=_shown_name(filename),
         )
     try:
         return context.store.add_dataset(card)
@@ -176,13 +202,55 @@ def _store(file: UploadFile, form: DatasetForm, *, context: AppContext) -> Datas
         raise
 
 
+def _preview(file: UploadFile, form: DatasetForm, context: AppContext) -> Preview:
+    filename = _shown_name(file.filename or "")
+    with _copied(file, context.settings) as upload:
+        if is_small_text(upload):
+            return preview(upload, format=form.format, layout=form, filename=filename)
+        return preview_in_sandbox(
+            upload,
+            format=form.format,
+            layout=form,
+            filename=filename,
+            memory_bytes=context.settings.validation_memory_bytes,
+        )
+
+
+@contextmanager
+def _copied(file: UploadFile, settings: ApiSettings) -> Iterator[Path]:
+    """Yield the path of a temporary copy of an upload."""
+    with tempfile.NamedTemporaryFile(dir=settings.uploads_dir, suffix=".upload") as copy:
+        shutil.copyfileobj(file.file, copy, 1024 * 1024)
+        copy.flush()
+        yield Path(copy.name)
+
+
+def _shown_name(filename: str) -> str:
+    """Return the file name for the command in a message."""
+    name = PurePath(filename).name[:200]
+    return "FILE" if not name or text_fault(name) else name
+
+
 def _ingest(
-    upload: Path, *, format: Format, layout: Layout, id: str, name: str, settings: ApiSettings
+    upload: Path,
+    *,
+    format: Format | None,
+    layout: Layout,
+    id: str,
+    name: str,
+    settings: ApiSettings,
+    filename: str,
 ) -> DatasetCard:
     directory = settings.datasets_dir
-    if format is not Format.PARQUET:
+    if is_small_text(upload):
         return ingest(
-            upload, format=format, layout=layout, id=id, name=name, datasets_dir=directory
+            upload,
+            format=format,
+            layout=layout,
+            id=id,
+            name=name,
+            datasets_dir=directory,
+            filename=filename,
         )
     return ingest_in_sandbox(
         upload,
@@ -192,4 +260,5 @@ def _ingest(
         name=name,
         datasets_dir=directory,
         memory_bytes=settings.validation_memory_bytes,
+        filename=filename,
     )

@@ -74,6 +74,11 @@ _MODULE_DICT_ATTRIBUTES = frozenset(
 )
 
 
+def is_reserved_head_name(name: str) -> bool:
+    """Return whether no head may have this name."""
+    return name in _DATASET_COLUMNS or name in _MODULE_DICT_ATTRIBUTES
+
+
 def check_head_names(names: list[str]) -> None:
     """Raise ValueError for a reserved or a repeated name."""
     for name in names:

@@ -12,11 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
-from services.shared.datasets.reader import Record, read_records
-from services.shared.datasets.row_parser import Labels, Row, parse_row
+from services.shared.datasets.formats.records import Record, missing_column_fault
+from services.shared.datasets.formats.source import Source, open_source
+from services.shared.datasets.profile import Profile, profile_source
+from services.shared.datasets.row_parser import Labels, Row, RowParser
 from services.shared.datasets.split import assign_split, text_key
-from services.shared.datasets.upload import Fault, Format, Layout
-from services.shared.datasets.validator import validate
+from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layout
+from services.shared.datasets.validator import DatasetSummary, validate
 from services.shared.files.atomic_write import partial_path, sync
 from services.shared.files.hashing import file_sha256
 
@@ -25,45 +27,96 @@ _ROWS_PER_GROUP = 8192
 
 
 def ingest(
-    upload: Path, *, format: Format, layout: Layout, id: str, name: str, datasets_dir: Path
+    upload: Path,
+    *,
+    format: Format | None = None,
+    layout: Layout,
+    id: str,
+    name: str,
+    datasets_dir: Path,
+    filename: str = "FILE",
 ) -> DatasetCard:
     """Validate an upload, store it as `datasets_dir`/`id` and return its card.
 
-    The dataset appears completely or not at all. Raises DatasetRejected with the faults of the
-    upload, and OSError from the disk.
+    The dataset appears completely or not at all. `filename` is for the command in a refusal. Raises
+    DatasetRejected with the faults of the upload, and OSError from the disk.
     """
-    columns = layout.columns()
-    summary = validate(read_records(upload, format=format, columns=columns), layout)
-    card = DatasetCard(
-        id=id,
-        name=name,
-        heads=summary.heads,
-        rows=summary.rows,
-        label_counts=summary.label_counts,
-        missing_labels=summary.missing_labels,
-        warnings=summary.warnings,
-        sha256=file_sha256(upload),
-    )
-    staging = partial_path(datasets_dir / id)
+    work_dir = unpacking_dir(upload)
+    try:
+        source = open_source(upload, layout, format=format, work_dir=work_dir)
+        profile = profile_source(source, layout)
+        summary = _validate(source, profile, layout, filename=filename)
+        card = DatasetCard(
+            id=id,
+            name=name,
+            heads=summary.heads,
+            rows=summary.rows,
+            label_counts=summary.label_counts,
+            missing_labels=summary.missing_labels,
+            warnings=summary.warnings,
+            sha256=file_sha256(upload),
+        )
+        _store(source, card, layout=layout, summary=summary, datasets_dir=datasets_dir)
+    finally:
+        shutil.rmtree(work_dir, ignore_errors=True)
+    return card
+
+
+def unpacking_dir(upload: Path) -> Path:
+    """Return the directory next to an upload that its archives are unpacked to."""
+    return upload.with_name(f"{upload.name}.unpacked")
+
+
+def _validate(source: Source, profile: Profile, layout: Layout, *, filename: str) -> DatasetSummary:
+    parser = RowParser(layout, source.detected.class_names)
+    columns = source.detected.columns
+    is_json = source.detected.format in (Format.JSON, Format.JSONL)
+    try:
+        if is_json and columns and layout.text_column not in columns:
+            raise DatasetRejected([missing_column_fault(layout.text_column, columns, line=None)], 1)
+        summary = validate(source.records(layout.columns()), layout, parser)
+    except DatasetRejected as rejected:
+        raise DatasetRejected(
+            rejected.faults,
+            rejected.total,
+            found=source.detected.describe(),
+            command=profile.command(filename),
+        ) from rejected
+    summary.warnings = [*source.detected.notes, *summary.warnings, *profile.warnings]
+    if source.num_left_out:
+        summary.warnings.append(
+            f"{source.num_left_out} rows that the annotators did not accept were left out"
+        )
+    return summary
+
+
+def _store(
+    source: Source,
+    card: DatasetCard,
+    *,
+    layout: Layout,
+    summary: DatasetSummary,
+    datasets_dir: Path,
+) -> None:
+    staging = partial_path(datasets_dir / card.id)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         _write_splits(
-            read_records(upload, format=format, columns=columns),
+            source.records(layout.columns()),
             staging,
             layout=layout,
-            heads=summary.heads,
-            duplicate_lines=summary.duplicate_lines,
+            summary=summary,
+            parser=RowParser(layout, source.detected.class_names),
         )
         (staging / CARD_FILE).write_text(card.model_dump_json(indent=2), encoding="utf-8")
         for path in [*staging.iterdir(), staging]:
             sync(path)
-        staging.rename(datasets_dir / id)
+        staging.rename(datasets_dir / card.id)
         sync(datasets_dir)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    return card
 
 
 def read_card(dataset_dir: Path) -> DatasetCard:
@@ -76,20 +129,25 @@ def _write_splits(
     directory: Path,
     *,
     layout: Layout,
-    heads: list[Head],
-    duplicate_lines: set[int],
+    summary: DatasetSummary,
+    parser: RowParser,
 ) -> None:
+    heads = summary.heads
     class_indices = [{label: index for index, label in enumerate(head.labels)} for head in heads]
     writers = {split: _SplitWriter(directory / f"{split}.parquet", heads) for split in Split}
     with writers[Split.TRAIN], writers[Split.VALIDATION], writers[Split.TEST]:
         for record in records:
-            assert isinstance(record, Record), "validation has rejected uploads with faults"
-            if record.line in duplicate_lines:
+            if isinstance(record, Fault):
+                assert summary.num_skipped, "validation has rejected uploads with faults"
                 continue
-            row = parse_row(record, layout)
-            assert isinstance(row, Row)
-            split = assign_split(text_key(row.text), layout.fractions)
-            writers[split].add(row, class_indices)
+            row = parser.parse(record)
+            if record.line in summary.duplicate_lines:
+                continue
+            if not isinstance(row, Row):
+                assert summary.num_skipped, "validation has rejected uploads with faults"
+                continue
+            split = row.split or assign_split(text_key(row.text), layout.fractions)
+            writers[summary.moved_lines.get(row.line, split)].add(row, class_indices)
 
 
 class _SplitWriter:

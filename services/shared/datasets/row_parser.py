@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.shared.datasets.card import HeadType
-from services.shared.datasets.reader import Record
+from services.shared.datasets.card import HeadType, Split
+from services.shared.datasets.formats.folders import parse_split
+from services.shared.datasets.formats.records import Record
+from services.shared.datasets.label_spelling import normalize_label
 from services.shared.datasets.upload import Fault, HeadColumn, Layout
 
 MAX_TEXT_CHARACTERS = 1_000_000
 MAX_LABEL_CHARACTERS = 200
 _MAX_INTEGER_LABEL = 10**MAX_LABEL_CHARACTERS
+_MAX_LIST_CHARACTERS = 64 * 1024
+_INTEGRAL_FLOAT = re.compile(r"^(-?\d{1,18})\.0+$")
+_YES = frozenset({"1", "true", "yes", "y", "t", "x"})
+_NO = frozenset({"0", "false", "no", "n", "f", ""})
+_ROLE_KEYS = (("role", "content"), ("from", "value"))
 
 Labels = tuple[str, ...]  # sorted; exactly one for a single-label head
 
@@ -24,40 +35,158 @@ class Row:
     line: int
     text: str
     labels: tuple[Labels | None, ...]
+    split: Split | None = None  # as the upload states it
 
 
 class InvalidValue(ValueError):
     """A value that is neither a valid text nor a valid label; the message says why."""
 
 
-def parse_row(record: Record, layout: Layout) -> Row | list[Fault]:
-    """Return the row, or all of its faults."""
-    faults: list[Fault] = []
-    text = ""
-    try:
-        text = _parse_text(record.fields.get(layout.text_column))
-    except InvalidValue as error:
-        faults.append(Fault(line=record.line, field=layout.text_column, message=str(error)))
-    try:
-        label_map = (
-            _parse_label_map(record.fields.get(layout.labels_column)) if layout.heads else {}
-        )
-    except InvalidValue as error:
-        faults.append(Fault(line=record.line, field=layout.labels_column, message=str(error)))
-        return faults
-    labels: list[Labels | None] = []
-    for head in layout.heads:
-        value = record.fields.get(head.label_column)
+class RowParser:
+    """Parses the rows of one upload, in their order, and counts what it had to interpret."""
+
+    def __init__(
+        self, layout: Layout, class_names: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """`class_names` are those that the file states by column."""
+        self._layout = layout
+        self._names = [
+            layout.label_names.get(head.name)
+            or _numbered((class_names or {}).get(head.label_column, ()))
+            for head in layout.heads
+        ]
+        self._missing = frozenset(layout.missing_labels)
+        self._spellings: list[dict[str, str]] = [{} for _ in layout.heads]
+        self.truncated_lines: list[int] = []
+        self.num_truncated = 0
+        self.num_chats = 0
+        self.num_not_a_number = [0] * len(layout.heads)
+        self.num_integral_floats = [0] * len(layout.heads)
+        self.num_booleans = [0] * len(layout.heads)
+
+    def parse(self, record: Record) -> Row | list[Fault]:
+        """Return the row, or all of its faults."""
+        layout = self._layout
+        faults: list[Fault] = []
+        text = ""
+        try:
+            text = self._parse_text(record)
+        except InvalidValue as error:
+            faults.append(Fault(line=record.line, field=layout.text_column, message=str(error)))
+        split = record.split
+        if layout.split_column is not None:
+            split = parse_split(value := record.fields.get(layout.split_column))
+            if split is None:
+                message = (
+                    f"the split is {str(value)[:80]!r}, not train, validation (val, dev) or test"
+                )
+                faults.append(Fault(line=record.line, field=layout.split_column, message=message))
+        try:
+            label_map = (
+                _parse_label_map(record.fields.get(layout.labels_column)) if layout.heads else {}
+            )
+        except InvalidValue as error:
+            faults.append(Fault(line=record.line, field=layout.labels_column, message=str(error)))
+            return faults
+        labels: list[Labels | None] = []
+        for index, head in enumerate(layout.heads):
+            try:
+                labels.append(self._parse_head(index, head, record.fields, label_map))
+            except InvalidValue as error:
+                faults.append(Fault(line=record.line, field=head.name, message=str(error)))
+        return faults or Row(record.line, text, tuple(labels), split)
+
+    def _parse_text(self, record: Record) -> str:
+        value = record.fields.get(self._layout.text_column)
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            value = _join_messages(value)
+            self.num_chats += 1
+        if (
+            isinstance(value, str)
+            and len(value) > MAX_TEXT_CHARACTERS
+            and self._layout.on_long_texts == "truncate"
+        ):
+            value = value[:MAX_TEXT_CHARACTERS]
+            self.num_truncated += 1
+            if len(self.truncated_lines) < 5:
+                self.truncated_lines.append(record.line)
+        return _check_text(value)
+
+    def _parse_head(
+        self, index: int, head: HeadColumn, fields: dict[str, Any], label_map: dict[str, Any]
+    ) -> Labels | None:
+        """Return the labels of a head, or None where they are missing."""
+        if head.columns:
+            return _gather(head, fields)
+        value = fields.get(head.label_column)
         if value is None:
             value = label_map.get(head.name)
-        try:
-            labels.append(_parse_labels(head, value))
-        except InvalidValue as error:
-            faults.append(Fault(line=record.line, field=head.name, message=str(error)))
-    return faults or Row(record.line, text, tuple(labels))
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return None
+        if head.type is HeadType.SINGLE_LABEL:
+            label = self._parse_label(index, value)
+            return None if label is None else (label,)
+        items = self._split_labels(index, value)
+        labels = [self._parse_label(index, item) for item in items]
+        if items and not any(labels):
+            return None
+        return tuple(sorted({label for label in labels if label is not None}))
+
+    def _split_labels(self, index: int, value: Any) -> list[Any]:
+        """Return the labels in the value of a multi-label head."""
+        if isinstance(value, str):
+            text = value.strip()
+            if not (text.startswith("[") and text.endswith("]")):
+                separator = self._layout.label_separator or "|"
+                return [part for part in text.split(separator) if part.strip()]
+            value = _parse_list(text)
+        if isinstance(value, list):
+            names = self._names[index]
+            if names and len(value) == len(names) > 1 and all(item in (0, 1) for item in value):
+                return [str(position) for position, item in enumerate(value) if item]
+            return value
+        raise InvalidValue(
+            f"the labels are {_describe_type(value)}, not a list or a string separated by |"
+        )
+
+    def _parse_label(self, index: int, value: Any) -> str | None:
+        """Return a label, or None for a value that means that there is none."""
+        if isinstance(value, float):
+            if math.isnan(value):
+                self.num_not_a_number[index] += 1
+                return None
+            if value.is_integer() and abs(value) < 2**53:
+                self.num_integral_floats[index] += 1
+                value = int(value)
+        if isinstance(value, bool):
+            self.num_booleans[index] += 1
+            value = "true" if value else "false"
+        label = _label_text(value)
+        if label in self._missing:
+            return None
+        if match := _INTEGRAL_FLOAT.match(label):
+            self.num_integral_floats[index] += 1
+            label = str(int(match[1]))
+            if label in self._missing:
+                return None
+        if names := self._names[index]:
+            if label not in names:
+                raise InvalidValue(
+                    f"the label {label[:80]!r} has no name; the names are for "
+                    f"{', '.join(list(names)[:10])}. If it means that there is no label, give "
+                    f"missing_labels (--missing-label {label[:80]})"
+                )
+            label = _label_text(names[label])
+        if self._layout.merge_labels:
+            label = self._spellings[index].setdefault(normalize_label(label), label)
+        return label
 
 
-def _parse_text(value: Any) -> str:
+def _numbered(names: Sequence[str]) -> dict[str, str]:
+    return {str(number): name for number, name in enumerate(names)}
+
+
+def _check_text(value: Any) -> str:
     if value is None:
         raise InvalidValue("the text is missing")
     if not isinstance(value, str):
@@ -68,6 +197,20 @@ def _parse_text(value: Any) -> str:
         raise InvalidValue(f"the text is longer than {MAX_TEXT_CHARACTERS:,} characters")
     _check_characters(value, "the text")
     return value
+
+
+def _join_messages(messages: list[dict[str, Any]]) -> Any:
+    """Return chat messages as lines `role: content`, or the value itself where it is something else."""
+    lines = []
+    for message in messages:
+        for role_key, content_key in _ROLE_KEYS:
+            role, content = message.get(role_key), message.get(content_key)
+            if isinstance(role, str) and isinstance(content, str):
+                lines.append(f"{role}: {content}")
+                break
+        else:
+            return messages
+    return "\n".join(lines)
 
 
 def _parse_label_map(value: Any) -> dict[str, Any]:
@@ -87,28 +230,49 @@ def _parse_label_map(value: Any) -> dict[str, Any]:
     return {}
 
 
-def _parse_labels(head: HeadColumn, value: Any) -> Labels | None:
-    """Return the labels in a value, or None where they are missing."""
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    if head.type is HeadType.SINGLE_LABEL:
-        return (_parse_label(value),)
-    if isinstance(value, list):
-        return tuple(sorted({_parse_label(item) for item in value}))
-    if isinstance(value, str):
-        return tuple(sorted({_parse_label(part) for part in value.split("|") if part.strip()}))
-    raise InvalidValue(
-        f"the labels are {_describe_type(value)}, not a list or a string separated by |"
-    )
+def _gather(head: HeadColumn, fields: dict[str, Any]) -> Labels | None:
+    """Return the columns whose value is yes, or None where all are missing."""
+    labels, num_missing = [], 0
+    for column in head.columns:
+        value = fields.get(column)
+        if value is None or (isinstance(value, float) and math.isnan(value)) or value == "":
+            num_missing += 1
+            continue
+        text = str(int(value) if isinstance(value, bool | float) and value in (0, 1) else value)
+        text = text.strip().lower().removesuffix(".0")
+        if text in _YES:
+            labels.append(column)
+        elif text not in _NO:
+            raise InvalidValue(f"column {column!r} holds {str(value)[:80]!r}, not 0 or 1")
+    return None if num_missing == len(head.columns) else tuple(sorted(labels))
 
 
-def _parse_label(value: Any) -> str:
+def _parse_list(text: str) -> list[Any]:
+    """Parse a string that looks like a list, in JSON or as Python prints it."""
+    if len(text) > _MAX_LIST_CHARACTERS:
+        raise InvalidValue(f"the list is longer than {_MAX_LIST_CHARACTERS:,} characters")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            raise InvalidValue(f"the labels {text[:80]!r} are not a valid list") from None
+    if not isinstance(value, list):
+        raise InvalidValue(f"the labels {text[:80]!r} are not a list")
+    return value
+
+
+def _label_text(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         if abs(value) >= _MAX_INTEGER_LABEL:
             raise InvalidValue(f"the label is longer than {MAX_LABEL_CHARACTERS} characters")
         value = str(value)
     if not isinstance(value, str):
-        raise InvalidValue(f"the label is {_describe_type(value)}, not a string or an integer")
+        raise InvalidValue(
+            f"the label is {_describe_type(value)}, not a string or an integer"
+            + ("; declare the head as multi_label" if isinstance(value, list) else "")
+        )
     label = value.strip()
     if not label:
         raise InvalidValue("a label is empty")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import math
+import re
 from collections.abc import Sequence
 from enum import Enum
-from pathlib import PurePath
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.shared.datasets.card import HeadType
 from services.shared.datasets.head_names import HEAD_NAME_PATTERN, check_head_names
+
+COMMON_ENCODINGS = "utf-8, utf-16, gb18030, big5, shift_jis, euc_kr, cp1251, cp1252"
 
 
 class _UploadOptions(BaseModel):
@@ -19,11 +22,16 @@ class _UploadOptions(BaseModel):
 
 
 class Format(str, Enum):
-    """The file format of an upload; text is UTF-8 in all of them."""
+    """The file format of an upload; by default it is detected from the content."""
 
     JSONL = "jsonl"
-    CSV = "csv"
+    JSON = "json"  # one array of objects, or objects in sequence over several lines
+    CSV = "csv"  # with any delimiter
+    FASTTEXT = "fasttext"
+    XLSX = "xlsx"
     PARQUET = "parquet"
+    ARROW = "arrow"
+    FOLDER = "folder"  # an archive with a folder of text files per class
 
     __str__ = str.__str__
 
@@ -36,6 +44,27 @@ class HeadColumn(_UploadOptions):
     column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         None, description="Column of the labels; defaults to the head's name."
     )
+    columns: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=1000)] = Field(
+        [],
+        description="Columns of 0 and 1, one per label, which a multi_label head gathers.",
+    )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _explain_name(cls, name: object) -> object:
+        if isinstance(name, str) and name and re.match(HEAD_NAME_PATTERN, name) is None:
+            raise ValueError(
+                f"{name[:80]!r} cannot name a head: a name has up to 64 ASCII letters, digits, _ and -, and "
+                f"begins with a letter. Choose one and name the column: "
+                f'{{"name": "label", "column": {name[:80]!r}}}, or --head label={name[:80]}'
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> HeadColumn:
+        if self.columns and (self.column or self.type is not HeadType.MULTI_LABEL):
+            raise ValueError("columns are for a multi_label head, in place of column")
+        return self
 
     @property
     def label_column(self) -> str:
@@ -69,18 +98,76 @@ class Layout(_UploadOptions):
     labels_column: Annotated[str, Field(min_length=1, max_length=200)] = "labels"
     heads: Annotated[list[HeadColumn], Field(max_length=64)] = []
     fractions: SplitFractions = SplitFractions()
+    text_pair_column: str | None = Field(
+        None, description="Not supported yet: a second text; join both texts into one column."
+    )
+    split_column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        None, description="A column of train, validation and test, in place of fractions."
+    )
+    encoding: Annotated[str, Field(max_length=40)] | None = Field(
+        None, description="For example gb18030 or cp1252; detected by default."
+    )
+    delimiter: Annotated[str, Field(min_length=1, max_length=8)] | None = Field(
+        None, description="Of CSV; detected by default."
+    )
+    header: bool | None = Field(
+        None, description="Whether a table has a header; without one, columns are column1, column2."
+    )
+    escaped_quotes: bool = Field(
+        False, description='CSV that writes quotes in fields as \\" not "".'
+    )
+    label_separator: Annotated[str, Field(min_length=1, max_length=8)] | None = Field(
+        None, description="Between the labels in a string of a multi_label head; | by default."
+    )
+    label_names: Annotated[dict[str, dict[str, str]], Field(max_length=64)] = Field(
+        {}, description="By head: the name of each value, for example of the ids 0 and 1."
+    )
+    missing_labels: Annotated[list[str], Field(max_length=64)] = Field(
+        [],
+        description='Values that mean "no label", such as -1 or nan; the empty string always does.',
+    )
+    merge_labels: bool = Field(
+        False,
+        description="Read labels that differ only in case, width or invisible characters as one.",
+    )
+    on_bad_rows: Literal["reject", "skip"] = Field(
+        "reject", description="Whether a row with a fault rejects the upload or is left out."
+    )
+    on_long_texts: Literal["reject", "truncate"] = Field(
+        "reject", description="What becomes of a text of more than 1,000,000 characters."
+    )
 
     @model_validator(mode="after")
     def _check_head_names(self) -> Layout:
         check_head_names([head.name for head in self.heads])
+        if self.text_pair_column is not None:
+            raise ValueError(
+                "text_pair_column (--text-pair-column) is not supported: pairs of texts cannot be trained "
+                "yet. Join both texts into one column, and send /predict texts joined in the same way"
+            )
         return self
+
+    @field_validator("encoding")
+    @classmethod
+    def _check_encoding(cls, name: str | None) -> str | None:
+        if name is None:
+            return None
+        try:
+            info = codecs.lookup(name)
+        except (LookupError, ValueError):
+            info = None
+        if info is None or not getattr(info, "_is_text_encoding", True):
+            raise ValueError(f"{name!r} is no text encoding; common ones: {COMMON_ENCODINGS}")
+        return info.name
 
     def columns(self) -> list[str]:
         """Return the columns that may be needed, the text column first, each once."""
-        if not self.heads:
-            return [self.text_column]
-        label_columns = [head.label_column for head in self.heads]
-        return list(dict.fromkeys([self.text_column, *label_columns, self.labels_column]))
+        columns = [self.text_column]
+        for head in self.heads:
+            columns += head.columns or [head.label_column]
+        columns += [self.labels_column] if self.heads else []
+        columns += [self.split_column] if self.split_column else []
+        return list(dict.fromkeys(columns))
 
 
 class Fault(BaseModel):
@@ -98,29 +185,22 @@ class Fault(BaseModel):
         return f"{', '.join(where)}: {self.message}" if where else self.message
 
 
-class DatasetRejected(ValueError):
-    """An upload with faults: the first of them in `faults`, the number of all in `total`."""
+class FatalFault(Fault):
+    """A fault after which the rest of the upload cannot be read, so that its row cannot be skipped."""
 
-    def __init__(self, faults: Sequence[Fault], total: int) -> None:
+
+class DatasetRejected(ValueError):
+    """An upload with faults: the first of them in `faults`, the number of all in `total`.
+
+    `found` says what was detected in the upload, and `command` how to send it again.
+    """
+
+    def __init__(
+        self, faults: Sequence[Fault], total: int, *, found: str = "", command: str = ""
+    ) -> None:
         more = f" (and {total - len(faults)} more)" if total > len(faults) else ""
         super().__init__("; ".join(str(fault) for fault in faults) + more)
         self.faults = list(faults)
         self.total = total
-
-
-_SUFFIXES = {
-    ".jsonl": Format.JSONL,
-    ".ndjson": Format.JSONL,
-    ".csv": Format.CSV,
-    ".parquet": Format.PARQUET,
-}
-
-
-def format_from_filename(filename: str) -> Format:
-    """Return the format that a file name's suffix stands for; raises ValueError for any other suffix."""
-    suffix = PurePath(filename).suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ValueError(
-            f"{filename[:200]!r} ends in none of {', '.join(_SUFFIXES)}; specify the format"
-        )
-    return _SUFFIXES[suffix]
+        self.found = found
+        self.command = command

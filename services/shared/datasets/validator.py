@@ -8,10 +8,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from services.shared.datasets.card import Head, Split
-from services.shared.datasets.reader import Record
-from services.shared.datasets.row_parser import Labels, Row, parse_row
+from services.shared.datasets.formats.records import Record
+from services.shared.datasets.label_audit import label_faults, label_warnings
+from services.shared.datasets.row_parser import Labels, Row, RowParser
 from services.shared.datasets.split import assign_split, text_key
-from services.shared.datasets.upload import DatasetRejected, Fault, HeadColumn, Layout
+from services.shared.datasets.upload import (
+    DatasetRejected,
+    FatalFault,
+    Fault,
+    HeadColumn,
+    Layout,
+)
 
 MAX_REPORTED_FAULTS = 20
 # A larger softmax is out of scope for this platform, and so many labels usually mean a column of ids.
@@ -29,21 +36,61 @@ class DatasetSummary:
     missing_labels: dict[str, int]
     warnings: list[str]
     duplicate_lines: set[int]  # lines that repeat the text and the labels of an earlier line
+    moved_lines: dict[int, Split]  # lines whose text occurs earlier in another of the stated splits
+    num_skipped: int = 0
 
 
-def validate(records: Iterable[Record | Fault], layout: Layout) -> DatasetSummary:
+def validate(
+    records: Iterable[Record | Fault], layout: Layout, parser: RowParser
+) -> DatasetSummary:
     """Check every row and return a summary of the dataset; raises DatasetRejected."""
+    validator = examine(records, layout, parser)
+    summary = validator.summarize()
+    summary.warnings += parser_warnings(parser, layout)
+    return summary
+
+
+def examine(
+    records: Iterable[Record | Fault], layout: Layout, parser: RowParser
+) -> DatasetValidator:
+    """Return a validator that has seen every row."""
     validator = DatasetValidator(layout)
     for record in records:
         if isinstance(record, Fault):
-            validator.add_faults(record)
+            validator.add_unreadable(record)
             continue
-        row = parse_row(record, layout)
+        row = parser.parse(record)
         if isinstance(row, Row):
             validator.add_row(row)
         else:
-            validator.add_faults(*row)
-    return validator.summarize()
+            validator.add_bad_row(row)
+    return validator
+
+
+def parser_warnings(parser: RowParser, layout: Layout) -> list[str]:
+    """Return warnings about values that were interpreted."""
+    warnings = []
+    if parser.num_truncated:
+        lines = _list_lines(parser.truncated_lines, total=parser.num_truncated)
+        warnings.append(f"{parser.num_truncated} texts were truncated: {lines}")
+    if parser.num_chats:
+        warnings.append(
+            f"{parser.num_chats} texts are chat messages, read as lines of `role: content`; send /predict texts "
+            "in the same form"
+        )
+    for index, head in enumerate(layout.heads):
+        if count := parser.num_not_a_number[index]:
+            warnings.append(f"{head.name}: {count} values are NaN and were read as no label")
+        if count := parser.num_integral_floats[index]:
+            warnings.append(
+                f"{head.name}: {count} numbers such as 1.0 were read as the label '1'; give them names in "
+                f"label_names (--label-names {head.name}=FILE)"
+            )
+        if count := parser.num_booleans[index]:
+            warnings.append(
+                f"{head.name}: {count} booleans were read as the labels 'true' and 'false'"
+            )
+    return warnings
 
 
 @dataclass
@@ -71,6 +118,13 @@ class DatasetValidator:
     duplicate_lines: set[int] = field(default_factory=set)
     contradictions: list[tuple[int, int, str]] = field(default_factory=list)
     num_contradictions: int = 0
+    row_split: list[Split] = field(default_factory=list)
+    moved_lines: dict[int, Split] = field(default_factory=dict)
+    has_stated_splits: bool = False
+    skipped: list[Fault] = field(
+        default_factory=list
+    )  # the first faults of rows that were left out
+    num_skipped: int = 0
 
     def __post_init__(self) -> None:
         self.classes: list[dict[str, _ClassCount]] = [{} for _ in self.layout.heads]
@@ -80,6 +134,22 @@ class DatasetValidator:
         """Count faults; keep the first MAX_REPORTED_FAULTS."""
         self.num_faults += len(faults)
         self.faults += faults[: MAX_REPORTED_FAULTS - len(self.faults)]
+
+    def add_unreadable(self, fault: Fault) -> None:
+        """Count the fault of a row that could not be read."""
+        if fault.line is None or isinstance(fault, FatalFault):
+            self.add_faults(fault)
+        else:
+            self.add_bad_row([fault])
+
+    def add_bad_row(self, faults: list[Fault]) -> None:
+        """Count the faults of a row, or leave the row out where the layout says so."""
+        if self.layout.on_bad_rows == "reject":
+            self.add_faults(*faults)
+            return
+        self.num_skipped += 1
+        if len(self.skipped) < _MAX_EXAMPLES:
+            self.skipped.append(faults[0])
 
     def add_row(self, row: Row) -> None:
         """Count a valid row, unless it duplicates an earlier one."""
@@ -91,6 +161,13 @@ class DatasetValidator:
             self.duplicate_lines.add(row.line)
             return
         split = assign_split(key, self.layout.fractions)
+        if row.split is not None:
+            self.has_stated_splits = True
+            split = row.split
+            first = self.first_row[key]
+            if first < len(self.row_split) and self.row_split[first] is not split:
+                split = self.moved_lines[row.line] = self.row_split[first]
+            self.row_split.append(split)
         self.rows[split] += 1
         self.row_combination.append(combination)
         self.row_line.append(row.line)
@@ -102,6 +179,8 @@ class DatasetValidator:
         self._check_splits()
         for head, classes in zip(self.layout.heads, self.classes, strict=True):
             self._check_head(head, classes)
+            counts = {label: count.total for label, count in classes.items()}
+            self.add_faults(*label_faults(head, counts, self.layout))
         if self.num_faults:
             raise DatasetRejected(self.faults, self.num_faults)
         heads = [
@@ -120,6 +199,8 @@ class DatasetValidator:
             },
             warnings=self._warnings(),
             duplicate_lines=self.duplicate_lines,
+            moved_lines=self.moved_lines,
+            num_skipped=self.num_skipped,
         )
 
     def _is_duplicate(self, row: Row, key: bytes, combination: int) -> bool:
@@ -166,6 +247,13 @@ class DatasetValidator:
         for split in required:
             if self.rows[split] == 0:
                 fraction = getattr(self.layout.fractions, split.value)
+                if self.has_stated_splits:
+                    message = (
+                        f"the {split} split is empty: the upload states its splits, and none of its rows is in "
+                        "this one; add rows, or leave out split_column (--split-column) and send one file"
+                    )
+                    self.add_faults(Fault(line=None, field=None, message=message))
+                    continue
                 message = (
                     f"the {split} split is empty: {total} different texts are too few for a fraction "
                     f"of {fraction:g}; add texts or change the fractions"
@@ -192,6 +280,15 @@ class DatasetValidator:
 
     def _warnings(self) -> list[str]:
         warnings = []
+        if self.num_skipped:
+            shown = "; ".join(map(str, self.skipped))
+            more = "; ..." if self.num_skipped > len(self.skipped) else ""
+            warnings.append(f"{self.num_skipped} rows with faults were left out: {shown}{more}")
+        if self.moved_lines:
+            lines = _list_lines(sorted(self.moved_lines))
+            warnings.append(
+                f"{len(self.moved_lines)} rows repeat a text of another split and were moved to it: {lines}"
+            )
         if self.duplicate_lines:
             lines = _list_lines(sorted(self.duplicate_lines))
             warnings.append(
@@ -212,11 +309,16 @@ class DatasetValidator:
             if absent:
                 listed = ", ".join(repr(label) for label in absent[:_MAX_EXAMPLES])
                 warnings.append(f"{head.name}: no training text has the label {listed}")
-        if self.rows[Split.TEST] == 0 and self.layout.fractions.test > 0:
+            warnings += label_warnings(
+                head, {label: count.total for label, count in classes.items()}
+            )
+        expects_test = self.layout.fractions.test > 0
+        if self.rows[Split.TEST] == 0 and (expects_test or self.has_stated_splits):
             warnings.append("the test split is empty")
         return warnings
 
 
-def _list_lines(lines: list[int]) -> str:
+def _list_lines(lines: list[int], *, total: int | None = None) -> str:
     shown = ", ".join(str(line) for line in lines[:_MAX_EXAMPLES])
-    return f"lines {shown}" + (", ..." if len(lines) > _MAX_EXAMPLES else "")
+    num_lines = len(lines) if total is None else total
+    return f"lines {shown}" + (", ..." if num_lines > _MAX_EXAMPLES else "")
