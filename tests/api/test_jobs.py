@@ -38,7 +38,7 @@ def test_a_job_that_does_not_fit_is_refused_with_its_plan(desk: Any) -> None:
     assert desk.platform.sent == []
 
 
-def test_a_broker_that_is_away_loses_no_job(desk: Any) -> None:
+def test_an_unreachable_broker_loses_no_job(desk: Any) -> None:
     desk.platform.broker_is_away = True
     response = desk.submit()
     assert response.status_code == 202
@@ -78,7 +78,9 @@ def test_an_impossible_key_is_refused(desk: Any, key: str) -> None:
         ({"model": {"model_id": "mdl_none"}}, "model.model_id"),
     ],
 )
-def test_a_reference_to_nothing_is_named(desk: Any, fields: dict[str, Any], named: str) -> None:
+def test_a_reference_that_does_not_exist_is_named(
+    desk: Any, fields: dict[str, Any], named: str
+) -> None:
     body = problem(desk.submit(desk.spec(**fields)), 422, "invalid-request")
     assert [error["field"] for error in body["errors"]] == [named]
 
@@ -96,7 +98,7 @@ def test_a_plan_stores_nothing(desk: Any) -> None:
     assert desk.client.get("/jobs").json()["items"] == []
 
 
-def test_a_plan_that_does_not_fit_is_an_answer_and_no_error(desk: Any) -> None:
+def test_a_plan_that_does_not_fit_is_a_successful_response(desk: Any) -> None:
     desk.platform.fake_admission.refuses = True
     response = desk.client.post("/jobs/plan", json=desk.spec())
     assert (response.status_code, response.json()["verdict"]) == (200, "does_not_fit")
@@ -138,7 +140,7 @@ def test_a_second_cancel_is_harmless(desk: Any) -> None:
         assert (response.status_code, response.json()["state"]) == (202, "cancelled")
 
 
-def test_a_running_job_is_asked_to_stop(desk: Any) -> None:
+def test_a_running_job_is_requested_to_stop(desk: Any) -> None:
     claim = desk.running()
     response = desk.client.post(f"/jobs/{claim.job_id}/cancel")
     assert response.json()["state"] == "cancelling"

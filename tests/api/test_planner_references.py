@@ -36,7 +36,7 @@ def client(desk: Any, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
 @pytest.mark.parametrize("id", ["../outside", "mdl_0", "", "..", "x" * 5000])
-def test_an_id_that_is_none_is_named_and_leads_nowhere(
+def test_an_invalid_id_is_named_and_no_directory_is_read(
     client: Any, desk: Any, path: str, id: str
 ) -> None:
     model = {"config": CONFIG, "tokenizer": {"train": True}}

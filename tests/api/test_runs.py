@@ -1,4 +1,4 @@
-"""What the runs of a job tell: events, logs, memory, metrics."""
+"""The output of a job's runs: events, logs, memory, metrics."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def run_of(desk: Any, claim: Any) -> RunDirectory:
     return RunDirectory(desk.platform.settings.run_dir(claim.job_id, claim.attempt))
 
 
-def test_the_stream_replays_every_move_and_ends_with_the_job(desk: Any) -> None:
+def test_the_stream_replays_every_transition_and_ends_with_the_job(desk: Any) -> None:
     claim = desk.running()
     desk.store.heartbeat(claim, phase=Phase.TRAINING, lease_seconds=60)
     desk.fail(claim)
     response = desk.client.get(f"/jobs/{claim.job_id}/events")
     assert response.headers["content-type"].startswith("text/event-stream")
-    told = [
+    received = [
         (event["event"], json.loads(event["data"])["data"]) for event in events_of(response.text)
     ]
-    assert [data.get("state") for kind, data in told if kind == "state"] == [
+    assert [data.get("state") for kind, data in received if kind == "state"] == [
         "queued",
         "running",
         "failed",
     ]
-    assert ("phase", {"phase": "training"}) in told
-    assert told[-1][1]["reason"] == "device_out_of_memory"
+    assert ("phase", {"phase": "training"}) in received
+    assert received[-1][1]["reason"] == "device_out_of_memory"
 
 
-def test_the_stream_goes_on_after_the_last_event_seen(desk: Any) -> None:
+def test_the_stream_resumes_after_the_last_event_id(desk: Any) -> None:
     claim = desk.running()
     desk.fail(claim)
     path = f"/jobs/{claim.job_id}/events"
@@ -162,14 +162,14 @@ def test_before_anything_is_printed_the_log_is_empty(desk: Any) -> None:
 
 
 @pytest.mark.parametrize("sub", ["logs", "memory", "metrics"])
-def test_an_attempt_that_never_was_is_not_found(desk: Any, sub: str) -> None:
+def test_an_attempt_that_does_not_exist_is_not_found(desk: Any, sub: str) -> None:
     claim = desk.running()
     assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=1").status_code == 200
     assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=2").status_code == 404
     assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=0").status_code == 422
 
 
-def test_memory_sets_the_plan_beside_what_each_rank_measured(desk: Any) -> None:
+def test_memory_compares_the_plan_with_the_measurements_of_each_rank(desk: Any) -> None:
     claim = desk.running()
     run = run_of(desk, claim)
     for rank in (0, 1):
@@ -190,7 +190,7 @@ def test_memory_sets_the_plan_beside_what_each_rank_measured(desk: Any) -> None:
     assert len(body["ranks"][0]["series"]["points"]) == 3
 
 
-def test_metrics_keep_every_evaluation_and_thin_the_rest(desk: Any) -> None:
+def test_metrics_keep_every_evaluation_and_downsample_the_rest(desk: Any) -> None:
     claim = desk.running()
     run = run_of(desk, claim)
     for step in range(50):
@@ -209,7 +209,7 @@ def test_metrics_keep_every_evaluation_and_thin_the_rest(desk: Any) -> None:
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 9, 10, 11, 100, 1001])
-def test_thinning_keeps_the_first_the_last_and_even_steps(total: int) -> None:
+def test_downsampling_keeps_the_first_the_last_and_even_steps(total: int) -> None:
     records = [MemoryRecord(time=0, phase="x", step=step) for step in range(total)]
     series = downsample(records, points=10)
     steps = [record.step for record in series.points]
@@ -220,7 +220,7 @@ def test_thinning_keeps_the_first_the_last_and_even_steps(total: int) -> None:
     assert {later - earlier for earlier, later in pairwise(steps[:-1])} <= {series.stride}
 
 
-def test_half_a_line_at_the_end_of_a_file_is_no_record(desk: Any) -> None:
+def test_a_partial_line_at_the_end_of_a_file_is_skipped(desk: Any) -> None:
     claim = desk.running()
     file: Path = run_of(desk, claim).memory_file(0)
     append_record(file, MemoryRecord(time=0, phase="load"))

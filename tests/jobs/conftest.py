@@ -84,18 +84,18 @@ class StoreDriver:
         return retry_job(self.store, job_id, **changes)[0]
 
     def running(self, **fields: Any) -> Claim:
-        """A teacher job in the hands of a worker."""
+        """A teacher job that a worker has claimed."""
         return self.claim(self.queued(**fields).id)
 
     def succeed(self, claim: Claim, evaluation: dict[str, Any] | None = None) -> str:
-        """Finish a job well; return the id of its model, whose artifact lies in its place."""
+        """Finish a job successfully; return the id of its model, whose artifact is in its directory."""
         write_artifact(self.settings, claim.model_id)
         finished = self.store.finish(claim, succeeded(evaluation))
         assert finished.applied
         return claim.model_id
 
     def in_state(self, state: JobState) -> str:
-        """Return a job brought into `state` the way jobs come there."""
+        """Return a job brought into `state` by the store's own operations."""
         if state is JobState.WAITING:
             parent = self.queued()
             child, _ = self.create_job(self.distill_spec({"job_id": parent.id}))
@@ -116,7 +116,7 @@ class StoreDriver:
 
 @pytest.fixture(scope="session")
 def emptied_database(migrated: Server) -> str:
-    """A database of these tests' own, which each of them empties: quicker than a new one for each."""
+    """A database that each of these tests empties, which is faster than a new one for each."""
     admin = migrated.url.replace("+psycopg", "").replace("/stillhouse?", "/postgres?")
     with psycopg.connect(admin, autocommit=True) as connection:
         connection.execute("CREATE DATABASE jobs_tests TEMPLATE stillhouse STRATEGY file_copy")

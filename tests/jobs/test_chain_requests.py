@@ -1,4 +1,4 @@
-"""A chain: one request that stands for a teacher and the distillation that waits for it."""
+"""A chain: one request for a teacher and the distillation that waits for it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_key_that_a_chain_has_used_is_refused_for_anything_else(driver: StoreD
         ({}, {"student": {"model_id": "mdl_none"}}, "distill.student.model_id"),
     ],
 )
-def test_what_one_part_refers_to_in_vain_is_named_and_neither_is_stored(
+def test_a_missing_reference_of_one_part_is_named_and_neither_is_stored(
     driver: StoreDriver, teacher: dict[str, Any], distill: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidInput, match=f"^{field}: ") as refused:
@@ -163,9 +163,7 @@ def test_a_student_has_the_heads_of_its_teacher_unless_it_names_some(driver: Sto
         ("distill", {"heads": []}),
     ],
 )
-def test_a_part_that_is_none_is_refused(
-    driver: StoreDriver, part: str, fields: dict[str, Any]
-) -> None:
+def test_an_invalid_part_is_refused(driver: StoreDriver, part: str, fields: dict[str, Any]) -> None:
     body = _chain(driver).model_dump(mode="json", exclude_unset=True)
     with pytest.raises(ValidationError):
         ChainSpec.model_validate(body | {part: body[part] | fields})

@@ -37,7 +37,7 @@ def test_artifacts_of_attempts_that_were_killed_before_their_row_are_removed(
     assert remove_leftovers(driver.store) == []
 
 
-def test_artifacts_of_running_attempts_and_of_strangers_stay(driver: StoreDriver) -> None:
+def test_artifacts_of_running_attempts_and_of_unknown_jobs_are_kept(driver: StoreDriver) -> None:
     running = artifact(driver, driver.running().model_id)
     cancelling = artifact(driver, model_id_of(driver.in_state(JobState.CANCELLING), 1))
     unknown = artifact(driver, "mdl_00000000000000000000000000_1")
@@ -46,7 +46,7 @@ def test_artifacts_of_running_attempts_and_of_strangers_stay(driver: StoreDriver
     assert all(path.exists() for path in (running, cancelling, unknown, other))
 
 
-def test_checkpoints_go_with_the_success_of_their_job_and_no_sooner(driver: StoreDriver) -> None:
+def test_checkpoints_are_removed_once_their_job_has_succeeded(driver: StoreDriver) -> None:
     def save(job_id: str) -> Path:
         path = driver.settings.run_dir(job_id, 1) / "checkpoints"
         (path / "step-00000001").mkdir(parents=True)
@@ -58,7 +58,7 @@ def test_checkpoints_go_with_the_success_of_their_job_and_no_sooner(driver: Stor
     assert all(path.is_dir() for path in needed)
 
 
-def test_an_upload_cut_short_is_removed_after_a_day(driver: StoreDriver) -> None:
+def test_an_interrupted_upload_is_removed_after_a_day(driver: StoreDriver) -> None:
     old, new = (driver.settings.datasets_dir / f".ds_{name}.7.partial" for name in ("old", "new"))
     for path in (old, new):
         path.mkdir()

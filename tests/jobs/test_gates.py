@@ -45,7 +45,7 @@ def test_a_report_without_numbers_does_not_pass(evaluation: dict[str, Any]) -> N
     assert not evaluate_gate(GATE, evaluation).passed
 
 
-def test_the_message_names_the_heads_that_fell() -> None:
+def test_the_message_names_the_heads_that_did_not_pass() -> None:
     result = evaluate_gate(GATE, _evaluation({"a": 0.9, "b": 0.1, "c": None}, {"a": 0.9, "b": 0.5}))
     assert result.message == (
         "The student keeps less than 90% of its teacher's macro-F1: "

@@ -30,7 +30,7 @@ def test_ids_made_by_many_threads_differ() -> None:
     assert len(set(made)) == 4000
 
 
-def test_ids_go_on_growing_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_increase_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = new_id("job")
     monkeypatch.setattr(time, "time_ns", lambda: 1_000_000)
     assert new_id("job") > before

@@ -27,13 +27,13 @@ def test_a_relative_path_is_found_below_a_root(roots: list[Path], path: str) -> 
 
 
 @pytest.mark.parametrize("path", ["llama", "alias"])
-def test_every_root_is_looked_through_and_links_may_lead_between_them(
+def test_every_root_is_searched_and_links_may_lead_between_them(
     roots: list[Path], path: str
 ) -> None:
     assert resolve_model(path, roots=roots, field="model.path") == roots[1] / "llama"
 
 
-def test_an_absolute_path_inside_a_root_is_taken(roots: list[Path]) -> None:
+def test_an_absolute_path_inside_a_root_is_accepted(roots: list[Path]) -> None:
     path = str(roots[1] / "llama")
     assert resolve_model(path, roots=roots, field="model.path") == roots[1] / "llama"
 
@@ -41,18 +41,20 @@ def test_an_absolute_path_inside_a_root_is_taken(roots: list[Path]) -> None:
 @pytest.mark.parametrize(
     "path", ["../outside/secret", "/etc", "link", "none", "file", "qwen\x00", "x" * 5000]
 )
-def test_a_path_that_leads_out_or_nowhere_is_refused(roots: list[Path], path: str) -> None:
+def test_a_path_outside_the_roots_or_without_a_directory_is_refused(
+    roots: list[Path], path: str
+) -> None:
     with pytest.raises(InvalidInput) as refused:
         resolve_model(path, roots=roots, field="student.path")
     assert refused.value.field == "student.path"
 
 
-def test_without_roots_no_path_is_taken(tmp_path: Path) -> None:
+def test_without_roots_no_path_is_accepted(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="STILLHOUSE_MODEL_ROOTS"):
         resolve_model(str(tmp_path), roots=[], field="model.path")
 
 
-def test_best_weights_alone_are_nothing_to_resume_from(tmp_path: Path) -> None:
+def test_best_weights_alone_cannot_be_resumed_from(tmp_path: Path) -> None:
     settings = JobSettings(database_url="", broker_url="", data_dir=tmp_path)
     for attempt, name in (
         (1, "step-00000005"),

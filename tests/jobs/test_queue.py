@@ -32,7 +32,7 @@ def test_a_job_is_sent_as_its_id_to_the_queue_of_its_kind(broker_url: str, data_
     assert message.payload[:2] == [["job_1"], {}]
 
 
-def test_a_broker_that_is_away_loses_no_more_than_the_message(tmp_path: Path) -> None:
+def test_an_unreachable_broker_loses_only_the_message(tmp_path: Path) -> None:
     app = _app("redis://127.0.0.1:1/0", tmp_path)
     assert send(app, "job_1", "teacher") is False
     with pytest.raises(Unavailable):

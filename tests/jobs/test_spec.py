@@ -33,7 +33,7 @@ DISTILL = {
         ("gate", {"min_macro_f1_share": False}),
     ],
 )
-def test_true_is_no_number(place: str, value: Any) -> None:
+def test_a_boolean_is_refused_as_a_number(place: str, value: Any) -> None:
     with pytest.raises(ValidationError) as refused:
         job_spec.validate_python(DISTILL | {place: value})
     first = refused.value.errors()[0]
@@ -41,7 +41,7 @@ def test_true_is_no_number(place: str, value: Any) -> None:
     assert first["msg"] == "Value error, true and false are no numbers"
 
 
-def test_numbers_and_switches_are_taken() -> None:
+def test_numbers_and_booleans_are_accepted() -> None:
     changes = {
         "training": {"learning_rate": 1, "batch_size": 16.0},
         "recipe": {"optimizer_in_backward": True},

@@ -35,7 +35,7 @@ def later() -> Callable[[int], datetime]:
     return lambda minutes: datetime.now(timezone.utc) + minutes * MINUTE
 
 
-def test_a_silent_worker_loses_its_job_to_the_queue(
+def test_a_job_whose_lease_expired_is_queued_again(
     driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
     claim = driver.running()
@@ -64,7 +64,7 @@ def test_losses_use_up_no_attempts(
     assert driver.store.job(claim.job_id).state == JobState.RUNNING
 
 
-def test_a_job_that_is_lost_again_and_again_fails(
+def test_a_job_that_is_lost_in_every_attempt_fails(
     driver: StoreDriver, app: Celery, later: Callable[[int], datetime]
 ) -> None:
     claim = driver.running(max_attempts=1)
@@ -124,7 +124,7 @@ def test_each_kind_is_sent_to_its_own_queue(
     assert (depth(app, "teacher"), depth(app, "distill")) == (0, 1)
 
 
-def test_many_sweeps_at_once_send_each_job_once(
+def test_concurrent_sweeps_send_each_job_once(
     driver: StoreDriver, app: Celery, at_once: AtOnce
 ) -> None:
     claims = [driver.running() for _ in range(5)]
@@ -132,11 +132,11 @@ def test_many_sweeps_at_once_send_each_job_once(
         # By the database's own clock: a sweep that runs ahead of it would find jobs overdue that
         # another has only just queued again.
         driver.store.heartbeat(claim, lease_seconds=-1)
-    sent = [ticket for found in at_once(4, lambda _: sweep(driver.store, app)) for ticket in found]
-    assert sorted(ticket.job_id for ticket in sent) == sorted(claim.job_id for claim in claims)
+    sent = [queued for found in at_once(4, lambda _: sweep(driver.store, app)) for queued in found]
+    assert sorted(queued.job_id for queued in sent) == sorted(claim.job_id for claim in claims)
 
 
-def test_a_broker_that_is_away_does_not_keep_the_sweep_from_ending_lost_attempts(
+def test_an_unreachable_broker_does_not_keep_the_sweep_from_ending_lost_attempts(
     driver: StoreDriver, later: Callable[[int], datetime]
 ) -> None:
     app = make_celery(driver.settings)  # its broker is a closed port

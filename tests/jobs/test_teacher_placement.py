@@ -1,4 +1,4 @@
-"""How a distillation's teacher lies on the ranks, as planned."""
+"""Placement of a distillation's teacher on the ranks, as planned."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FIXED: dict[str, Any] = {"recipe": Recipe().model_dump(mode="json")}
 @pytest.mark.parametrize(
     ("teacher", "placement"), [("qwen3-0.6b", "replicated"), ("qwen3-32b", "sharded")]
 )
-def test_a_teacher_is_replicated_where_the_plan_says_that_it_fits(
+def test_a_teacher_is_replicated_where_that_fits_according_to_the_plan(
     teacher: str, placement: str
 ) -> None:
     found = planned(asked(teacher)).plan
@@ -82,7 +82,7 @@ def test_auto_does_not_move_a_teacher_that_the_spec_has_placed() -> None:
     chosen = planned(asked("qwen3-32b", "replicated"))
     assert chosen.plan["alternatives"][0]["changes"] == {"teacher_placement": "sharded"}
     assert chosen.plan["teacher_placement"] == "replicated"
-    assert chosen.recipe.offload == "all"  # all that is left to do beside 60 GiB of teacher
+    assert chosen.recipe.offload == "all"  # all that remains possible with 60 GiB of teacher
 
 
 def test_auto_takes_a_smaller_micro_batch_for_both_models() -> None:
@@ -94,7 +94,7 @@ def test_auto_takes_a_smaller_micro_batch_for_both_models() -> None:
     assert chosen.recipe.micro_batch_tokens < LONG["micro_batch_tokens"]
     assert chosen.plan["verdict"] == "fits"
     assert chosen.plan["components"]["other_model"] > 0
-    # Planned anew with what was chosen, it is the same plan.
+    # Planned again with the chosen recipe, it is the same plan.
     own = chosen.recipe.model_dump(mode="json")
     placement = chosen.plan["teacher_placement"]
     again = planned(asked("qwen3-8b", placement, resources=SMALL, training=LONG, recipe=own))
@@ -118,12 +118,12 @@ def test_every_alternative_counts_the_teacher() -> None:
     assert all(alternative["peak_bytes"] > share for alternative in offered)
 
 
-def test_a_teacher_that_cannot_be_sharded_never_is() -> None:
+def test_a_teacher_that_cannot_be_sharded_stays_replicated() -> None:
     found = planned(asked("qwen3-32b", allow_overcommit=True), whole_only=True).plan
     assert found["teacher_placement"] == "replicated"
     assert all("teacher_placement" not in a["changes"] for a in found["alternatives"])
 
 
-def test_to_shard_a_teacher_that_cannot_be_is_refused() -> None:
+def test_sharding_a_teacher_that_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(InvalidInput, match="made elsewhere cannot be sharded; accepted: replic"):
         planned(asked(placement="sharded"), whole_only=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CRASHED = Outcome(end=End.FAILED, reason=Reason.CRASHED, message="Rank 0 crashed.", exit_code=1)
 
 
-def test_many_claims_at_once_and_one_wins(driver: StoreDriver, at_once: AtOnce) -> None:
+def test_of_concurrent_claims_one_succeeds(driver: StoreDriver, at_once: AtOnce) -> None:
     job = driver.queued()
     claims = at_once(
         12, lambda n: driver.store.claim(job.id, worker=f"worker-{n}", lease_seconds=60)
@@ -36,7 +36,9 @@ def test_many_claims_at_once_and_one_wins(driver: StoreDriver, at_once: AtOnce) 
     assert [attempt.number for attempt in driver.store.attempts(job.id)] == [1]
 
 
-def test_a_claim_whose_answer_was_lost_is_found_again_by_its_token(driver: StoreDriver) -> None:
+def test_a_claim_repeated_with_its_token_after_a_lost_response_is_the_same(
+    driver: StoreDriver,
+) -> None:
     job = driver.queued()
     first, again = (
         driver.store.claim(job.id, worker="w", token="t" * 32, lease_seconds=60) for _ in range(2)
@@ -47,7 +49,7 @@ def test_a_claim_whose_answer_was_lost_is_found_again_by_its_token(driver: Store
     assert driver.store.claim(job.id, worker="w", token="u" * 32, lease_seconds=60) is None
 
 
-def test_an_outcome_whose_answer_was_lost_is_applied_once_and_known_to_be(
+def test_an_outcome_repeated_after_a_lost_response_is_applied_once(
     driver: StoreDriver,
 ) -> None:
     claim = driver.running()
@@ -57,7 +59,7 @@ def test_an_outcome_whose_answer_was_lost_is_applied_once_and_known_to_be(
     assert len(driver.store.list_models().items) == 1
 
 
-def test_an_attempt_that_was_given_up_as_lost_applies_nothing(driver: StoreDriver) -> None:
+def test_an_attempt_that_was_ended_as_lost_applies_nothing(driver: StoreDriver) -> None:
     claim = driver.running()
     driver.store.end_lost_attempts(now=driver.store.job(claim.job_id).created_at.replace(year=2999))
     for end in (End.SUCCEEDED, End.RETRY, End.FAILED):
@@ -73,7 +75,7 @@ def test_a_late_message_claims_nothing(driver: StoreDriver, state: JobState) -> 
     assert driver.store.job(job_id) == before
 
 
-def test_a_claim_knows_where_everything_lies(driver: StoreDriver) -> None:
+def test_a_claim_has_the_directory_of_every_reference(driver: StoreDriver) -> None:
     teacher = driver.succeed(driver.running())
     unlabelled = driver.add_dataset(heads=())
     job, _ = driver.create_job(
@@ -95,7 +97,7 @@ def test_a_claim_knows_where_everything_lies(driver: StoreDriver) -> None:
     assert claim.resume_dir is None
 
 
-def test_a_claim_whose_data_is_gone_says_so(driver: StoreDriver) -> None:
+def test_a_claim_whose_dataset_was_removed_has_a_problem(driver: StoreDriver) -> None:
     job = driver.queued()
     driver.settings.dataset_dir(driver.dataset_id).rmdir()
     problem = driver.claim(job.id).problem
@@ -103,7 +105,7 @@ def test_a_claim_whose_data_is_gone_says_so(driver: StoreDriver) -> None:
     assert (problem.end, problem.reason) == (End.FAILED, Reason.BAD_DATA)
 
 
-def test_a_claim_outside_of_the_model_roots_says_so(driver: StoreDriver, tmp_path: Path) -> None:
+def test_a_claim_outside_the_model_roots_has_a_problem(driver: StoreDriver, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with_root = driver.settings.model_copy(update={"model_roots": [tmp_path]})
     spec = driver.teacher_spec(model={"path": "model"})
@@ -116,7 +118,7 @@ def test_a_claim_outside_of_the_model_roots_says_so(driver: StoreDriver, tmp_pat
 # Heartbeats
 
 
-def test_a_heartbeat_copies_progress_and_tells_changes_once(driver: StoreDriver) -> None:
+def test_a_heartbeat_copies_progress_and_appends_each_change_once(driver: StoreDriver) -> None:
     claim = driver.running()
     evaluation = {"heads": {"sentiment": {"macro_f1": 0.5}}}
 
@@ -131,8 +133,8 @@ def test_a_heartbeat_copies_progress_and_tells_changes_once(driver: StoreDriver)
     job = driver.store.job(claim.job_id)
     assert (job.phase, job.metrics) == (Phase.TRAINING, evaluation)
     assert job.progress == {"step": 3, "loss": 2.0, "evaluation": evaluation}
-    told = [(event.type, event.data) for event in driver.store.events(claim.job_id)[2:]]
-    assert told == [
+    events = [(event.type, event.data) for event in driver.store.events(claim.job_id)[2:]]
+    assert events == [
         (EventType.PHASE, {"phase": "training"}),
         (EventType.EVALUATION, {"step": 2, "evaluation": evaluation}),
     ]
@@ -159,7 +161,7 @@ def test_after_losing_the_lease_a_worker_changes_nothing(driver: StoreDriver) ->
     assert driver.store.finish(fresh, CRASHED).applied
 
 
-def test_a_worker_that_was_silent_takes_its_job_back(driver: StoreDriver) -> None:
+def test_a_worker_whose_lease_expired_takes_its_job_back(driver: StoreDriver) -> None:
     silent = driver.store.claim(driver.queued().id, worker="slow", lease_seconds=-1)
     assert silent is not None
     assert driver.store.end_lost_attempts()
@@ -197,7 +199,7 @@ def test_success_makes_a_model_and_ends_the_attempt(driver: StoreDriver) -> None
     assert [attempt.ending for attempt in driver.store.attempts(job.id)] == ["succeeded"]
 
 
-def test_failure_keeps_what_was_learned(driver: StoreDriver) -> None:
+def test_a_failure_is_stored_with_its_diagnosis_and_measurements(driver: StoreDriver) -> None:
     claim = driver.running()
     outcome = Outcome(
         end=End.FAILED,
@@ -229,7 +231,7 @@ OUT_OF_MEMORY = Outcome(
 )
 
 
-def test_every_attempt_keeps_the_plan_it_ran_with_and_what_its_failed_rank_said(
+def test_every_attempt_keeps_its_own_plan_and_the_failure_of_its_rank(
     driver: StoreDriver,
 ) -> None:
     job, _ = driver.create_job(driver.teacher_spec(), plan=plan_document(peak_bytes=5))
@@ -308,7 +310,7 @@ def test_an_end_reached_before_the_cancellation_was_noticed_is_kept(
     assert driver.store.job(claim.job_id).state == end.value
 
 
-def test_a_worker_cannot_cancel_what_nobody_asked_to_cancel(driver: StoreDriver) -> None:
+def test_a_worker_cannot_cancel_without_a_request(driver: StoreDriver) -> None:
     claim = driver.running()
     with pytest.raises(InvalidTransition):
         driver.store.finish(claim, Outcome(end=End.CANCELLED, reason=Reason.CANCELLED))
@@ -324,7 +326,7 @@ def test_finishing_twice_applies_once(driver: StoreDriver, at_once: AtOnce) -> N
     assert len(driver.store.events(claim.job_id)) == 3
 
 
-def test_a_cancellation_and_an_end_at_once_leave_one_truth(
+def test_a_concurrent_cancellation_and_end_leave_one_consistent_state(
     driver: StoreDriver, at_once: AtOnce
 ) -> None:
     claim = driver.running()

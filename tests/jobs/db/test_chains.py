@@ -41,7 +41,7 @@ def test_a_child_waits_and_is_released_with_its_teacher(driver: StoreDriver) -> 
     assert claim.resolved.teacher == ResolvedTeacher(driver.settings.model_dir(model_id))
 
 
-def test_a_teacher_that_has_finished_keeps_nobody_waiting(driver: StoreDriver) -> None:
+def test_a_child_of_a_finished_teacher_is_queued_at_once(driver: StoreDriver) -> None:
     parent = driver.running()
     model_id = driver.succeed(parent)
     child = _child(driver, parent.job_id)
@@ -55,7 +55,7 @@ def test_a_teacher_that_has_failed_is_refused(driver: StoreDriver, state: JobSta
         _child(driver, parent)
 
 
-def test_a_failed_teacher_takes_all_who_wait_along(driver: StoreDriver) -> None:
+def test_a_failed_teacher_fails_every_waiting_descendant(driver: StoreDriver) -> None:
     parent = driver.running()
     child = _child(driver, parent.job_id)
     grandchild = _child(driver, child.id)
@@ -69,7 +69,7 @@ def test_a_failed_teacher_takes_all_who_wait_along(driver: StoreDriver) -> None:
     assert message == f"Its teacher job {parent.job_id} is failed: Rank 0 crashed."
 
 
-def test_a_teacher_cancelled_in_the_queue_takes_its_child_along(driver: StoreDriver) -> None:
+def test_a_teacher_cancelled_in_the_queue_fails_its_child(driver: StoreDriver) -> None:
     parent = driver.queued()
     child = _child(driver, parent.id)
     driver.store.request_cancel(parent.id)
@@ -77,7 +77,7 @@ def test_a_teacher_cancelled_in_the_queue_takes_its_child_along(driver: StoreDri
     assert (job.state, job.reason) == (JobState.FAILED, Reason.PARENT_FAILED)
 
 
-def test_a_teacher_that_is_tried_again_keeps_its_child_waiting(driver: StoreDriver) -> None:
+def test_a_teacher_with_another_attempt_keeps_its_child_waiting(driver: StoreDriver) -> None:
     parent = driver.running()
     child = _child(driver, parent.job_id)
     driver.store.finish(parent, Outcome(end=End.RETRY, reason=Reason.DEVICE_OUT_OF_MEMORY))
@@ -116,7 +116,7 @@ def test_a_teacher_with_other_labels_is_refused(driver: StoreDriver) -> None:
         _child(driver, teacher.id)
 
 
-def test_a_teacher_that_lists_the_labels_otherwise_is_taken(driver: StoreDriver) -> None:
+def test_a_teacher_with_its_labels_in_another_order_is_accepted(driver: StoreDriver) -> None:
     other = driver.add_dataset(heads=(Head(name="sentiment", labels=["positive", "negative"]),))
     assert _child(driver, driver.queued(dataset_id=other).id).state == JobState.WAITING
 
@@ -142,7 +142,7 @@ def test_a_retry_is_a_new_job(driver: StoreDriver, state: JobState) -> None:
     assert driver.store.job(old.id) == old
 
 
-def test_a_retried_teacher_brings_those_that_failed_with_it(driver: StoreDriver) -> None:
+def test_a_retried_teacher_repeats_the_children_that_failed_with_it(driver: StoreDriver) -> None:
     parent = driver.running()
     child = _child(driver, parent.job_id)
     grandchild = _child(driver, child.id)
@@ -164,7 +164,7 @@ def test_a_retried_teacher_brings_those_that_failed_with_it(driver: StoreDriver)
     assert (released.state, released.teacher_model_id) == (JobState.QUEUED, model_id)
 
 
-def test_a_second_retry_brings_them_only_where_the_first_came_to_nothing(
+def test_a_second_retry_repeats_only_children_whose_first_retry_failed(
     driver: StoreDriver,
 ) -> None:
     parent = driver.running()
@@ -219,7 +219,7 @@ def test_a_teacher_job_has_no_teacher_to_place(driver: StoreDriver) -> None:
     assert refused.value.field == "teacher_placement"
 
 
-def test_a_retry_goes_on_with_the_recipe_last_used(driver: StoreDriver) -> None:
+def test_a_retry_starts_from_the_recipe_last_used(driver: StoreDriver) -> None:
     claim = driver.running()
     changes = {"optimizer_impl": "for_loop"}
     driver.store.finish(claim, Outcome(end=End.RETRY, recipe_changes=changes))
@@ -244,7 +244,7 @@ def test_a_remedy_that_does_not_exist_is_refused(
     assert refused.value.field == field
 
 
-def test_every_attempt_goes_on_from_the_latest_checkpoint(driver: StoreDriver) -> None:
+def test_every_attempt_resumes_from_the_latest_checkpoint(driver: StoreDriver) -> None:
     def save(job_id: str, attempt: int, *, complete: bool = True) -> Path:
         run = RunDirectory(driver.settings.run_dir(job_id, attempt))
         (run.checkpoints / "step-10").mkdir(parents=True)

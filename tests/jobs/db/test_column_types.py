@@ -28,7 +28,7 @@ ON_ONE_DATABASE = settings(
 
 @ON_ONE_DATABASE
 @given(value=JSON, text=TEXT)
-def test_any_value_comes_back_clean(driver: StoreDriver, value: Any, text: str) -> None:
+def test_any_value_is_stored_clean(driver: StoreDriver, value: Any, text: str) -> None:
     with transaction(driver.store.engine) as session:
         kept, kept_text = session.execute(
             select(bindparam("value", value, CleanJson), bindparam("text", text, CleanText))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         ("queued", {"retry_of": "itself"}, "jobs_not_its_own_relative"),
     ],
 )
-def test_a_row_that_cannot_be_true_is_refused(
+def test_an_inconsistent_row_is_refused(
     driver: StoreDriver, state: str, columns: dict[str, Any], constraint: str
 ) -> None:
     job_id = driver.in_state(JobState(state))
@@ -83,7 +83,7 @@ def test_a_closed_port_is_unavailable(tmp_path: Path) -> None:
         Store(create_engine(url), settings).ping()
 
 
-def test_the_store_outlives_a_restart_of_the_database(tmp_path: Path) -> None:
+def test_the_store_survives_a_restart_of_the_database(tmp_path: Path) -> None:
     def start() -> Server:
         return start_postgres(tmp_path, durable=False)
 

@@ -43,7 +43,7 @@ def test_every_check_constraint_is_declared_and_migrated(database_url: str) -> N
     assert {row[0] for row in rows} == declared
 
 
-def test_migrating_again_and_twice_at_once_is_harmless(migrated: Server) -> None:
+def test_repeated_and_concurrent_migrations_are_harmless(migrated: Server) -> None:
     admin = migrated.url.replace("+psycopg", "")
     with psycopg.connect(admin, autocommit=True) as connection:
         connection.execute("CREATE DATABASE migrated_twice TEMPLATE template0")

@@ -63,7 +63,7 @@ def test_a_teacher_is_promoted_without_a_gate(driver: StoreDriver) -> None:
     assert driver.store.active() is None
 
 
-def test_going_back_is_promoting_the_former_again(driver: StoreDriver) -> None:
+def test_a_rollback_is_a_promotion_of_the_former_model(driver: StoreDriver) -> None:
     first, second = (driver.succeed(driver.running()) for _ in range(2))
     for model_id in (first, second, first):
         driver.store.promote(model_id)
@@ -77,7 +77,7 @@ def test_going_back_is_promoting_the_former_again(driver: StoreDriver) -> None:
 
 
 @pytest.mark.parametrize("passes", [True, False])
-def test_a_spec_may_ask_for_promotion_when_the_gate_is_passed(
+def test_a_spec_may_request_promotion_when_the_gate_is_passed(
     driver: StoreDriver, passes: bool
 ) -> None:
     student = _student(driver, macro_f1=0.89 if passes else 0.5, promote="when_passed")
@@ -112,7 +112,7 @@ def test_an_impossible_alias_is_refused(driver: StoreDriver, alias: str) -> None
         driver.store.promote(model_id, alias=alias)
 
 
-def test_the_last_word_on_a_promotion_is_shown_with_it_and_with_its_model(
+def test_the_newest_serving_record_is_shown_with_the_promotion_and_the_model(
     driver: StoreDriver,
 ) -> None:
     model_id = driver.succeed(driver.running())
@@ -139,7 +139,7 @@ def _serving(driver: StoreDriver) -> ServingView:
     return active.serving
 
 
-def test_what_was_said_of_a_promotion_is_not_said_again(driver: StoreDriver) -> None:
+def test_an_unchanged_serving_record_is_not_stored_again(driver: StoreDriver) -> None:
     promotion = driver.store.promote(driver.succeed(driver.running()))
     seen = []
     for free in ("1 MiB", "2 MiB"):
@@ -150,7 +150,7 @@ def test_what_was_said_of_a_promotion_is_not_said_again(driver: StoreDriver) -> 
     assert _serving(driver).why == "it answers otherwise"
 
 
-def test_what_was_said_is_never_changed(driver: StoreDriver) -> None:
+def test_serving_records_are_never_changed(driver: StoreDriver) -> None:
     promotion = driver.store.promote(driver.succeed(driver.running()))
     driver.store.report_served(promotion.id, engine="packed-float32")
     for change in ("UPDATE servings SET engine = 'x'", "DELETE FROM servings"):
@@ -161,7 +161,7 @@ def test_what_was_said_is_never_changed(driver: StoreDriver) -> None:
             connection.execute(text(change))
 
 
-def test_the_gate_for_8_bits_stands_in_the_models_row(driver: StoreDriver) -> None:
+def test_the_gate_for_8_bits_is_stored_with_the_model(driver: StoreDriver) -> None:
     model_id = driver.succeed(driver.running())
     assert driver.store.model(model_id).int8_gate is None
     head = HeadComparison(

@@ -50,7 +50,7 @@ def test_the_same_key_with_another_body_is_refused(driver: StoreDriver) -> None:
     assert refused.value.field == "Idempotency-Key"
 
 
-def test_one_key_sent_by_many_at_once_makes_one_job(driver: StoreDriver, at_once: AtOnce) -> None:
+def test_one_key_sent_concurrently_makes_one_job(driver: StoreDriver, at_once: AtOnce) -> None:
     spec = driver.teacher_spec()
     made = at_once(8, lambda _: driver.create_job(spec, idempotency_key="k"))
     assert len({job.id for job, _ in made}) == 1
@@ -65,7 +65,7 @@ def test_one_key_sent_by_many_at_once_makes_one_job(driver: StoreDriver, at_once
         ({"model": {"model_id": "mdl_none"}}, "model.model_id"),
     ],
 )
-def test_a_reference_to_nothing_is_refused_by_name(
+def test_a_reference_that_does_not_exist_is_refused_by_name(
     driver: StoreDriver, fields: dict[str, object], field: str
 ) -> None:
     with pytest.raises(InvalidInput) as refused:
@@ -74,7 +74,7 @@ def test_a_reference_to_nothing_is_refused_by_name(
     assert driver.store.list_jobs().items == []
 
 
-def test_unlabelled_text_is_no_training_set(driver: StoreDriver) -> None:
+def test_an_unlabelled_dataset_cannot_be_trained_on(driver: StoreDriver) -> None:
     unlabelled = driver.add_dataset(heads=())
     with pytest.raises(InvalidInput, match="no labels"):
         driver.create_job(driver.teacher_spec(dataset_id=unlabelled))
@@ -142,18 +142,18 @@ def test_a_cursor_of_another_list_is_refused(driver: StoreDriver, cursor: str) -
         driver.store.promotions(cursor=cursor)
 
 
-@pytest.mark.parametrize(("after_seq", "told"), [(-(2**70), 1), (0, 1), (2**70, 0)])
+@pytest.mark.parametrize(("after_seq", "count"), [(-(2**70), 1), (0, 1), (2**70, 0)])
 def test_events_are_replayed_after_any_number(
-    driver: StoreDriver, after_seq: int, told: int
+    driver: StoreDriver, after_seq: int, count: int
 ) -> None:
-    assert len(driver.store.events(driver.queued().id, after_seq=after_seq)) == told
+    assert len(driver.store.events(driver.queued().id, after_seq=after_seq)) == count
 
 
 # Moving
 
 
 @pytest.mark.parametrize("target", list(JobState))
-def test_a_job_moves_only_where_the_table_has_an_arrow(
+def test_a_job_changes_state_only_as_the_transition_table_allows(
     driver: StoreDriver, target: JobState
 ) -> None:
     reason = Reason.CRASHED if target in (JobState.FAILED, JobState.CANCELLED) else None
@@ -172,7 +172,7 @@ def test_a_job_moves_only_where_the_table_has_an_arrow(
 
 
 @pytest.mark.parametrize("state", list(JobState))
-def test_cancelling_ends_what_has_not_started_and_asks_what_has(
+def test_cancelling_ends_a_job_that_has_not_started_and_requests_the_end_of_one_that_has(
     driver: StoreDriver, state: JobState
 ) -> None:
     job_id = driver.in_state(state)

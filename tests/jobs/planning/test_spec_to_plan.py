@@ -61,12 +61,12 @@ def test_the_published_recipe_is_refused_with_its_plan_and_what_would_fit() -> N
     assert "It fits with: apply the optimizer in backward" in str(refusal.value)
 
 
-def test_overcommit_insists_and_keeps_the_plan() -> None:
+def test_overcommit_admits_the_job_and_keeps_the_plan() -> None:
     spec = golden(recipe=Recipe().model_dump(mode="json"), allow_overcommit=True)
     assert planned(spec).plan["verdict"] == "does_not_fit"
 
 
-def test_auto_takes_the_change_that_loses_nothing() -> None:
+def test_auto_applies_the_lossless_change() -> None:
     chosen = planned(golden())
     assert chosen.recipe.optimizer_in_backward
     assert chosen.recipe.optimizer == "adamw"
@@ -89,7 +89,7 @@ def test_a_smaller_micro_batch_becomes_a_token_budget() -> None:
     assert recipe.token_budget(Training(micro_batch_tokens=2048)) == 512
 
 
-def test_what_the_ranks_cannot_do_is_no_change_of_a_spec() -> None:
+def test_a_change_that_the_ranks_do_not_support_is_not_offered() -> None:
     assert to_spec_changes({"engine": "fsdp1"}, MemoryRecipe()) is None
 
 
@@ -100,7 +100,7 @@ def test_ranks_on_a_cpu_share_the_memory_of_the_host() -> None:
     assert machine.host_memory_bytes is None
 
 
-def test_the_settings_say_the_memory_of_the_workers_where_the_spec_does_not() -> None:
+def test_the_settings_define_the_host_memory_where_the_spec_does_not() -> None:
     spec = golden(resources={"ranks": 8, "device": "k100_ai"})
     machine = machine_of(spec, settings(host_memory="125GB"))
     assert machine.host_memory_bytes == 125 * 10**9
@@ -123,7 +123,7 @@ def test_a_trained_tokenizer_decides_the_vocabulary() -> None:
     assert small.embedding.elements == 64 * 1000
 
 
-def test_the_engine_is_the_set_one_or_that_of_the_installed_torch() -> None:
+def test_the_engine_is_that_of_the_settings_or_of_the_installed_torch() -> None:
     assert engine_of(settings(engine="fsdp1")) is Engine.FSDP1
     assert engine_of(settings()) in (Engine.FSDP1, Engine.FSDP2)
 

@@ -69,8 +69,8 @@ def _examine(tmp_path: Path, claim: Claim, failure: Failure | None, **cause: Any
     observed = {"sharded_units": 66, "local_parameter_bytes": 15_990_784_000}
     line = {"time": 0, "phase": "wrap", "allocated_bytes": 15_990_784_000, "observed": observed}
     run.memory_file(0).write_text(json.dumps(line) + "\n")
-    told = RootCause(Reason.DEVICE_OUT_OF_MEMORY, MESSAGE, 0, failure, **cause)
-    return examine_memory(told, claim=claim, run=run, settings=settings, exit_code=1)
+    root_cause = RootCause(Reason.DEVICE_OUT_OF_MEMORY, MESSAGE, 0, failure, **cause)
+    return examine_memory(root_cause, claim=claim, run=run, settings=settings, exit_code=1)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def failure() -> Failure:
     )
 
 
-def test_a_job_that_ran_out_of_memory_is_read_down_to_the_tensor(
+def test_the_diagnosis_of_a_job_names_the_tensor_that_was_requested(
     tmp_path: Path, failure: Failure
 ) -> None:
     claim = _claim(tmp_path, Recipe())
@@ -109,7 +109,7 @@ def test_the_first_remedy_that_fits_becomes_the_next_attempts_recipe(
     assert changed.optimizer_in_backward
 
 
-def test_a_remedy_that_the_jobs_own_plan_does_not_bear_out_is_not_offered(
+def test_a_remedy_that_does_not_fit_by_the_jobs_own_plan_is_not_offered(
     tmp_path: Path, failure: Failure
 ) -> None:
     claim = _claim(tmp_path, Recipe(), training={"batch_size": 32} | ONE_TEXT)
@@ -120,7 +120,7 @@ def test_a_remedy_that_the_jobs_own_plan_does_not_bear_out_is_not_offered(
     assert found.plan["verdict"] == "fits"
 
 
-def test_every_change_of_a_remedy_is_one_that_a_retry_takes_and_that_is_new(
+def test_every_change_of_a_remedy_is_new_and_accepted_by_a_retry(
     tmp_path: Path, failure: Failure
 ) -> None:
     recipe = Recipe(optimizer="adamw_bf16", activation_checkpointing=False)
@@ -143,7 +143,7 @@ def test_the_next_attempt_has_the_plan_of_its_own_recipe(tmp_path: Path, failure
     assert found.plan["recipe"]["optimizer_in_backward"]
 
 
-def test_a_kernels_kill_is_examined_without_a_word_from_the_rank(tmp_path: Path) -> None:
+def test_an_oom_kill_is_examined_without_a_failure_file(tmp_path: Path) -> None:
     claim = _claim(tmp_path, Recipe(offload="all"))
     log = "Killed: exit code -9, oom_kill counted by the kernel"
     found = _examine(tmp_path, claim, None, log=log).diagnosis
@@ -151,7 +151,7 @@ def test_a_kernels_kill_is_examined_without_a_word_from_the_rank(tmp_path: Path)
     assert found["cause"] == "host_memory"
 
 
-def test_a_model_of_unknown_shape_has_its_message_read_all_the_same(
+def test_the_message_of_a_model_of_unknown_shape_is_read_too(
     tmp_path: Path, failure: Failure
 ) -> None:
     source = {"config": {"model_type": "unheard_of"}, "tokenizer": {"train": True}}

@@ -87,7 +87,7 @@ def examine(tmp_path: Path, claim: Claim) -> MemoryFailure:
     return examine_memory(cause, claim=claim, run=run, settings=settings, exit_code=1)
 
 
-def test_a_teacher_that_lay_whole_on_every_rank_is_sharded_for_the_next_attempt(
+def test_a_replicated_teacher_is_sharded_for_the_next_attempt(
     tmp_path: Path,
 ) -> None:
     claim = claim_of(tmp_path, teacher="qwen3-32b", placement="replicated", recipe=Recipe())
@@ -135,7 +135,7 @@ def test_the_remedies_of_a_second_failure_are_new(tmp_path: Path) -> None:
         assert all(now[name] != value for name, value in changes.items())
 
 
-def test_the_message_is_read_without_a_guess_at_which_model_it_was(tmp_path: Path) -> None:
+def test_the_message_of_a_distillation_is_not_attributed_to_a_model(tmp_path: Path) -> None:
     claim = claim_of(tmp_path, teacher="qwen3-8b", placement="sharded", recipe=Recipe())
     found = examine(tmp_path, claim).diagnosis
     assert found is not None

@@ -69,7 +69,7 @@ def test_a_report_of_success_is_a_success(run: RunDirectory) -> None:
     assert (outcome.end, outcome.reason, outcome.report.steps) == (End.SUCCEEDED, None, 9)
 
 
-def test_exit_code_zero_without_a_report_is_no_success(run: RunDirectory) -> None:
+def test_exit_code_zero_without_a_report_is_a_failure(run: RunDirectory) -> None:
     assert _judge(run, RunExit(exit_code=0)).end is End.FAILED
 
 
@@ -82,7 +82,7 @@ def test_exit_code_zero_without_a_report_is_no_success(run: RunDirectory) -> Non
     ],
 )
 @pytest.mark.parametrize("force", list(Force))
-def test_ranks_that_stop_on_request_end_as_asked(
+def test_ranks_that_stop_on_request_end_with_its_reason(
     run: RunDirectory, stop: Any, end: End, reason: Reason | None, force: Force
 ) -> None:
     if force is Force.NONE:
@@ -98,12 +98,12 @@ def test_success_reached_before_the_stop_was_noticed_is_kept(run: RunDirectory) 
     assert _judge(run, RunExit(exit_code=0, stop="cancelled")).end is End.SUCCEEDED
 
 
-def test_ranks_told_to_stop_by_a_signal_of_their_own_are_handed_back(run: RunDirectory) -> None:
+def test_ranks_that_received_a_signal_themselves_are_handed_back(run: RunDirectory) -> None:
     _report(run, outcome="stopped", stop_reason="handed_back")
     assert _judge(run, RunExit(exit_code=0)).end is End.HANDED_BACK
 
 
-def test_a_collective_time_out_is_the_echo_of_the_rank_that_failed(run: RunDirectory) -> None:
+def test_a_collective_timeout_is_secondary_to_the_rank_that_failed(run: RunDirectory) -> None:
     _fail(run, 0, Reason.COLLECTIVE_TIMEOUT, time=1)  # clocks and writes may be out of order
     _fail(run, 2, Reason.DEVICE_OUT_OF_MEMORY, time=2, message="HIP out of memory")
     _fail(run, 1, Reason.COLLECTIVE_TIMEOUT, time=3)
@@ -112,14 +112,16 @@ def test_a_collective_time_out_is_the_echo_of_the_rank_that_failed(run: RunDirec
     assert outcome.message == "HIP out of memory"
 
 
-def test_of_several_failures_the_first_is_blamed(run: RunDirectory) -> None:
+def test_the_first_of_several_failures_is_the_root_cause(run: RunDirectory) -> None:
     _fail(run, 0, Reason.CRASHED, time=2)
     _fail(run, 1, Reason.NON_FINITE_LOSS, time=1)
     outcome = _judge(run, RunExit(exit_code=1))
     assert (outcome.reason, outcome.failed_rank) == (Reason.NON_FINITE_LOSS, 1)
 
 
-def test_time_outs_everywhere_and_no_dead_rank_are_a_time_out(run: RunDirectory) -> None:
+def test_timeouts_on_every_rank_and_no_dead_rank_are_a_collective_timeout(
+    run: RunDirectory,
+) -> None:
     _fail(run, 0, Reason.COLLECTIVE_TIMEOUT, time=2)
     _fail(run, 1, Reason.COLLECTIVE_TIMEOUT, time=1)
     outcome = _judge(run, RunExit(exit_code=1))
@@ -134,7 +136,7 @@ def test_time_outs_everywhere_and_no_dead_rank_are_a_time_out(run: RunDirectory)
         (None, Reason.CRASHED),
     ],
 )
-def test_a_rank_killed_without_a_word_is_blamed_by_the_kernels_counter(
+def test_the_oom_kill_counter_identifies_a_killed_rank(
     run: RunDirectory, counted: bool | None, reason: Reason
 ) -> None:
     _fail(run, 0, Reason.COLLECTIVE_TIMEOUT, time=1)
@@ -166,7 +168,7 @@ def test_a_segmentation_fault_names_rank_and_signal(run: RunDirectory) -> None:
     assert "SIGSEGV" in outcome.message
 
 
-def test_the_elastic_error_file_speaks_for_a_rank_without_a_failure_file(run: RunDirectory) -> None:
+def test_the_elastic_error_file_replaces_a_missing_failure_file(run: RunDirectory) -> None:
     run.log.write_text(SUMMARY.format(exit_code=1))
     run.rank_dir(0).mkdir(parents=True)
     error = run.path / "torchrun/none_x/attempt_0/3/error.json"
@@ -211,7 +213,7 @@ def test_memory_failures_and_no_others_are_examined(run: RunDirectory, reason: R
         (True, {"optimizer_in_backward": True}, "handed_back", End.HANDED_BACK),
     ],
 )
-def test_a_remedy_that_fits_gives_another_attempt_to_a_job_that_asked_for_it(
+def test_a_remedy_that_fits_gives_another_attempt_to_a_job_that_requested_it(
     run: RunDirectory, may_retry: bool, changes: RecipeFields, stop: StopReason | None, end: End
 ) -> None:
     _fail(run, 0, Reason.DEVICE_OUT_OF_MEMORY, time=1)
@@ -237,14 +239,14 @@ def test_a_teacher_that_the_plan_moves_is_a_remedy_without_a_change_of_the_recip
     assert (outcome.end, outcome.plan) == (End.RETRY, found.plan)
 
 
-def test_what_the_failed_rank_said_is_kept_with_the_outcome(run: RunDirectory) -> None:
+def test_the_failure_of_the_rank_is_kept_with_the_outcome(run: RunDirectory) -> None:
     _fail(run, 1, Reason.DEVICE_OUT_OF_MEMORY, time=1, message="HIP out of memory")
     failure = _judge(run, RunExit(exit_code=1)).failure
     assert (failure["rank"], failure["phase"], failure["step"]) == (1, "backward", 3)
     assert failure["message"] == "HIP out of memory"
 
 
-def test_peaks_and_the_probes_findings_are_kept_by_rank_whatever_the_end(
+def test_measured_peaks_and_observed_sharding_are_kept_for_every_end(
     run: RunDirectory,
 ) -> None:
     _fail(run, 1, Reason.CRASHED, time=1)
@@ -259,7 +261,7 @@ def test_peaks_and_the_probes_findings_are_kept_by_rank_whatever_the_end(
     assert outcome.observed == {"1": {"sharded_units": 4}}
 
 
-def test_ranks_that_stopped_because_their_worker_was_silent_get_another_attempt(
+def test_ranks_that_stopped_without_a_worker_heartbeat_get_another_attempt(
     run: RunDirectory,
 ) -> None:
     _fail(run, 0, Reason.LOST, time=1.0, message="The worker of this run has gone silent.")
