@@ -1,4 +1,4 @@
-"""The options of `stillhouse plan` and `trace`: what a job is, read once for both."""
+"""The options of `stillhouse plan` and `stillhouse trace`, which describe a job."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from services.shared.memory.recipe import (
 )
 from services.shared.memory.sizes import parse_size
 
-_INVALID_INPUT = 2  # the exit code that Typer itself uses for a bad option
+_INVALID_INPUT = 2  # the exit code that Typer uses for an invalid option
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A job as the options tell it; `model` is what they named, `teacher` a teacher's name."""
+    """A job as the options describe it; `model` and `teacher_model` are what they named."""
 
     model: str
     shape: Shape
     recipe: Recipe
     hardware: Hardware
-    teacher: str | None
-    beside: FrozenTeacher | None
+    teacher_model: str | None
+    teacher: FrozenTeacher | None
 
 
 def read_request(
@@ -56,40 +56,44 @@ def read_request(
     ranks: Annotated[int, typer.Option(help="Devices that share the job.")] = 8,
     device: Annotated[str, typer.Option(help="Kind of device, for example k100_ai.")] = "k100_ai",
     device_memory: Annotated[
-        str | None, typer.Option(help="As the driver gives it: 65520MiB, 64GiB, 64GB.")
+        str | None, typer.Option(help="As the driver reports it: 65520MiB, 64GiB, 64GB.")
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Of the node; this machine's where left out.")
+        str | None, typer.Option(help="Of the node; default: this machine's.")
     ] = None,
     reserve: Annotated[
         str | None, typer.Option(help="Context, collectives and workspaces on each device.")
     ] = None,
-    micro_batch: Annotated[int, typer.Option(help="Texts a rank runs at once.")] = 1,
+    micro_batch: Annotated[int, typer.Option(help="Texts per rank and forward pass.")] = 1,
     sequence_length: Annotated[int, typer.Option(help="Tokens of each text.")] = 2048,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches a step.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     reduce_each: Annotated[
-        bool, typer.Option(help="Reduce every micro-batch, or keep whole gradients (no_sync).")
+        bool, typer.Option(help="Reduce every micro-batch, or keep unsharded gradients (no_sync).")
     ] = True,
-    parameters: Annotated[Precision, typer.Option(help="Storage.")] = Precision.FLOAT32,
-    compute: Annotated[Precision, typer.Option(help="Computation.")] = Precision.BFLOAT16,
-    reduce: Annotated[Precision, typer.Option(help="Gradient reduction.")] = Precision.BFLOAT16,
+    parameters: Annotated[
+        Precision, typer.Option(help="Dtype of stored parameters.")
+    ] = Precision.FLOAT32,
+    compute: Annotated[Precision, typer.Option(help="Dtype of computation.")] = Precision.BFLOAT16,
+    reduce: Annotated[
+        Precision, typer.Option(help="Dtype of gradient reduction.")
+    ] = Precision.BFLOAT16,
     optimizer: Annotated[Optimizer, typer.Option(help="Update rule.")] = Optimizer.ADAMW,
     optimizer_impl: Annotated[
-        OptimizerImpl, typer.Option(help="How AdamW and SGD run.")
+        OptimizerImpl, typer.Option(help="Implementation of AdamW and SGD.")
     ] = OptimizerImpl.FUSED,
     optimizer_in_backward: Annotated[
-        bool, typer.Option(help="Apply each gradient at once, so that none is kept.")
+        bool, typer.Option(help="Apply each gradient at once and free it.")
     ] = False,
     activation_checkpointing: Annotated[
         bool, typer.Option(help="Recompute each layer in backward.")
     ] = True,
     attention: Annotated[
-        Attention, typer.Option(help="sdpa is a fused kernel; math and eager keep scores.")
+        Attention, typer.Option(help="sdpa is a fused kernel; math and eager materialise scores.")
     ] = Attention.SDPA,
     attention_mask: Annotated[
         bool, typer.Option(help="Whether an explicit mask is materialised.")
     ] = True,
-    sharding: Annotated[Sharding, typer.Option(help="What is divided.")] = Sharding.FULL,
+    sharding: Annotated[Sharding, typer.Option(help="What is sharded.")] = Sharding.FULL,
     shard_ranks: Annotated[
         int | None, typer.Option(help="Ranks of one group, for hybrid sharding.")
     ] = None,
@@ -97,23 +101,24 @@ def read_request(
     embedding: Annotated[
         Embedding, typer.Option(help="In the root unit, or a unit of its own.")
     ] = Embedding.ROOT,
-    prefetch: Annotated[Prefetch, typer.Option(help="FSDP1's in backward.")] = Prefetch.NONE,
+    prefetch: Annotated[Prefetch, typer.Option(help="FSDP1's backward prefetch.")] = Prefetch.NONE,
     fsdp: Annotated[
         int | None,
-        typer.Option(min=1, max=2, help="Generation; by the installed torch where left out."),
+        typer.Option(min=1, max=2, help="FSDP generation; default: by the installed torch."),
     ] = None,
-    offload: Annotated[Offload, typer.Option(help="What lives on the host.")] = Offload.NONE,
+    offload: Annotated[Offload, typer.Option(help="What is kept in host memory.")] = Offload.NONE,
     loading: Annotated[
-        Loading, typer.Option(help="Who holds the whole checkpoint while loading.")
+        Loading, typer.Option(help="Ranks that hold the whole checkpoint while loading.")
     ] = Loading.SLICED,
     heads: Annotated[
         str | None, typer.Option(help="Classes of each classifier head, like 3,7.")
     ] = None,
     teacher: Annotated[
-        str | None, typer.Option(help="Plan a distillation: the teacher beside this student.")
+        str | None,
+        typer.Option(help="Plan a distillation from this teacher; a model as in --model."),
     ] = None,
     teacher_placement: Annotated[
-        Placement, typer.Option(help="A teacher over all ranks, or whole on each.")
+        Placement, typer.Option(help="Shard the teacher over all ranks, or replicate it.")
     ] = Placement.SHARDED,
 ) -> PlanRequest:
     """Return the job that the options describe. Raises InvalidInput."""
@@ -151,24 +156,24 @@ def read_request(
             offload=offload,
             loading=loading,
         ),
-        teacher=teacher,
-        beside=FrozenTeacher(load(teacher, heads=classes), teacher_placement) if teacher else None,
+        teacher_model=teacher,
+        teacher=FrozenTeacher(load(teacher, heads=classes), teacher_placement) if teacher else None,
     )
 
 
 def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `read_request` before its own, and the request as its first argument.
+    """Add the options of `read_request` to a command, whose first argument is then the request.
 
-    Bad input, in the options or found by the command, ends with exit code 2 and names its field.
+    Invalid input, in the options or raised by the command, ends with exit code 2 and names its field.
     """
     options = dict(inspect.signature(read_request).parameters)
     _, *own = inspect.signature(command).parameters.values()
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        told = {name: values.pop(name) for name in options}
+        plan_options = {name: values.pop(name) for name in options}
         try:
-            command(read_request(**told), **values)
+            command(read_request(**plan_options), **values)
         except InvalidInput as error:
             _refuse(error, command=command.__name__, as_json=values.get("as_json", False))
 
@@ -180,7 +185,7 @@ def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del run.__wrapped__  # Typer would look through it
+    del run.__wrapped__  # Typer would follow it to the command
     return run
 
 
@@ -196,7 +201,7 @@ def _hardware(
     host = parse_size(host_memory, field="host_memory") if host_memory else host_memory_bytes()
     memory = parse_size(device_memory, field="device_memory") if device_memory else None
     if kind.name == "cpu" and memory is None and host is not None:
-        memory = host // max(ranks, 1)  # the ranks' device is the host, which they share
+        memory = host // max(ranks, 1)  # the ranks share the host, which is their device
     return machine(
         kind.name,
         ranks=ranks,

@@ -162,9 +162,9 @@ def test_the_plan_reads_published_classifiers_and_whether_they_can_be_sharded(
     published_decoder: Path, published_encoder: Path, teacher_dir: Path
 ) -> None:
     expected = {published_decoder: False, published_encoder: True, teacher_dir: False}
-    for directory, whole_only in expected.items():
+    for directory, unshardable in expected.items():
         found = plan_reads(directory, classes=[2])
-        assert found.whole_only is whole_only
+        assert found.unshardable is unshardable
         # Apart from the parameters of the head: a bias here, a pooler there.
         parameters = count_parameters(directory)
         assert found.shape.num_parameters == pytest.approx(parameters, rel=0.06)

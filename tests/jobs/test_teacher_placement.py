@@ -36,13 +36,13 @@ def asked(teacher: str = "qwen3-8b", placement: str = "auto", **changes: Any) ->
     return found
 
 
-def planned(spec: DistillSpec, *, whole_only: bool = False) -> JobPlan:
+def planned(spec: DistillSpec, *, unshardable: bool = False) -> JobPlan:
     """Plan the distillation of a preset, named as its teacher's path."""
     assert spec.teacher.path is not None
     return plan_job(
         spec,
         model=shape.from_preset("qwen3-0.6b", heads=[3]),
-        teacher=Teacher(shape.from_preset(spec.teacher.path, heads=[3]), whole_only=whole_only),
+        teacher=Teacher(shape.from_preset(spec.teacher.path, heads=[3]), unshardable=unshardable),
         machine=machine_of(spec, SETTINGS),
         engine=Engine.FSDP2,
     )
@@ -119,11 +119,11 @@ def test_every_alternative_counts_the_teacher() -> None:
 
 
 def test_a_teacher_that_cannot_be_sharded_stays_replicated() -> None:
-    found = planned(asked("qwen3-32b", allow_overcommit=True), whole_only=True).plan
+    found = planned(asked("qwen3-32b", allow_overcommit=True), unshardable=True).plan
     assert found["teacher_placement"] == "replicated"
     assert all("teacher_placement" not in a["changes"] for a in found["alternatives"])
 
 
 def test_sharding_a_teacher_that_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(InvalidInput, match="made elsewhere cannot be sharded; accepted: replic"):
-        planned(asked(placement="sharded"), whole_only=True)
+        planned(asked(placement="sharded"), unshardable=True)

@@ -1,4 +1,4 @@
-"""`stillhouse plan`: what a training job takes on each rank, and what would make it fit."""
+"""`stillhouse plan`: the memory of a training job on each rank, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from rich.console import Console
 from services.cli.plan_request import PlanRequest, takes_plan_options
 from services.cli.views.plan import show_plan
 from services.shared.memory.planning.alternatives import Alternative, alternatives, refused_by_host
-from services.shared.memory.planning.plan import Plan, Verdict, plan_distillation
+from services.shared.memory.planning.plan import Plan
 from services.shared.memory.planning.plan import plan as plan_job
+from services.shared.memory.planning.plan_contract import Verdict
 
 
 @takes_plan_options
@@ -21,7 +22,7 @@ def plan(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")] = False,
 ) -> None:
-    """Compute what a job takes before it runs: the peak on each rank, by phase and by component."""
+    """Compute the memory of a job before it runs: the peak of each rank, by phase and component."""
     planned, offered, refused = _plan(request)
     if as_json:
         documents = [[a.to_dict() for a in some] for some in (offered, refused)]
@@ -31,13 +32,10 @@ def plan(
 
 
 def _plan(request: PlanRequest) -> tuple[Plan, tuple[Alternative, ...], tuple[Alternative, ...]]:
-    """Return the plan, what would fit if it does not comfortably, and what the host refuses."""
+    """Return the plan, the alternatives where it does not fit well, and what the host refuses."""
     shape, recipe, hardware = request.shape, request.recipe, request.hardware
-    teacher = request.beside
-    if teacher is None:
-        planned = plan_job(shape, recipe, hardware)
-    else:
-        planned = plan_distillation(teacher, shape, hardware, student_recipe=recipe)
+    teacher = request.teacher
+    planned = plan_job(shape, recipe, hardware, teacher=teacher)
     if planned.runs and planned.verdict is Verdict.FITS:
         return planned, (), ()
     offered = alternatives(shape, recipe, hardware, teacher=teacher)

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from services.shared.memory.forensics.diagnosis import Confidence, Diagnosis, Hypothesis, Strength
-from services.shared.memory.planning.plan import Verdict
+from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.sizes import format_size
 
 _STYLES = {

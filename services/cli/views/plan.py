@@ -1,4 +1,4 @@
-"""A memory plan for people: bars against the budget, what is alive at the peak, what would fit."""
+"""Prints a memory plan: bars against the budget, what is alive at the peak, what would fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.shared.memory.planning.alternatives import Alternative
-from services.shared.memory.planning.plan import Plan, Verdict
+from services.shared.memory.planning.plan import Plan
+from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import Recipe
 from services.shared.memory.sizes import format_size
 
@@ -34,19 +35,19 @@ def show_plan(
     alternatives: Sequence[Alternative],
     refused: Sequence[Alternative] = (),
 ) -> None:
-    """Print `plan`, the alternatives that would fit, and the offloads that the host refuses."""
+    """Print `plan`, the alternatives that would fit, and the offloads that exceed host memory."""
     console.print(_headline(plan))
     console.print(_verdict_line(plan))
     console.print(_phases(plan))
     console.print(_components(plan))
-    crossing = plan.first_past(plan.budget_bytes)
+    crossing = plan.first_exceeding(plan.budget_bytes)
     if crossing is not None:
         point = crossing.point
         place = point.unit if point.layer is None else f"{point.unit} {point.layer}"
         console.print(
-            f"It would die in {point.phase} of step {point.step}, {place}: "
+            f"Fails in {point.phase} of step {point.step}, {place}: "
             f"{format_size(crossing.allocated_bytes)} allocated, "
-            f"{format_size(crossing.request_bytes)} more asked for ({crossing.what})."
+            f"{format_size(crossing.request_bytes)} more requested ({crossing.what})."
         )
     console.print(_host_line(plan))
     if alternatives:
@@ -149,7 +150,7 @@ def _alternatives(plan: Plan, alternatives: Sequence[Alternative]) -> Table:
 
 
 def _bar(size: int, whole: int, *, style: str) -> Text:
-    """Draw `size` against `whole`; what is beyond the whole is cut and marked."""
+    """Return a bar of `size` against `whole`, cut off at the whole."""
     share = size / whole
     filled = round(min(share, 1.0) * _BAR_WIDTH)
     text = Text("█" * filled, style=style)

@@ -1,15 +1,48 @@
-"""A trace for people: each phase beside the plan, and what was alive at the peak."""
+"""Prints a trace: each phase with its planned peak, and what was alive at the peak."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypedDict
 
 from rich.console import Console
 from rich.table import Table
 
 from services.shared.memory.planning.plan import Plan
 from services.shared.memory.sizes import format_size
+
+
+class AliveDict(TypedDict):
+    """Storages of one origin that were alive at the peak."""
+
+    what: str
+    since: str
+    count: int
+    size_bytes: int
+
+
+class TracedPhaseDict(TypedDict):
+    """The peak of one phase, and the largest request made in it."""
+
+    phase: str
+    step: int
+    micro_batch: int
+    peak_bytes: int
+    request_bytes: int
+    request: str
+
+
+class TraceDict(TypedDict):
+    """A trace as JSON; see `training.dry_run.trace.Trace`."""
+
+    rank: int
+    engine: str
+    torch: str
+    real: bool
+    seconds: float
+    peak_bytes: int
+    phases: list[TracedPhaseDict]
+    alive: list[AliveDict]
 
 
 class TracedRow(Protocol):
@@ -35,17 +68,17 @@ class TracedRow(Protocol):
 
 def show_trace(
     console: Console,
-    found: Mapping[str, Any],
+    found: TraceDict,
     rows: Sequence[TracedRow],
     planned: Plan,
     *,
     budget_bytes: int,
 ) -> None:
-    """Print a trace (as JSON) with its rows; `budget_bytes` is that of the device asked for."""
-    way = "real run" if found["real"] else "dry run"
+    """Print a trace with its rows; `budget_bytes` is that of the requested device."""
+    kind = "real run" if found["real"] else "dry run"
     console.print(
         f"[bold]{planned.shape.name}[/bold] on {planned.hardware.ranks} ranks, rank {found['rank']}: "
-        f"{way} of our own step with {found['engine']}, torch {found['torch']}, "
+        f"{kind} of the training step with {found['engine']}, torch {found['torch']}, "
         f"{found['seconds']:.0f} s"
     )
     error = planned.peak_bytes / found["peak_bytes"] - 1
@@ -71,7 +104,7 @@ def _phases(rows: Sequence[TracedRow]) -> Table:
     return table
 
 
-def _alive(alive: Sequence[Mapping[str, Any]], peak_bytes: int) -> Table:
+def _alive(alive: Sequence[AliveDict], peak_bytes: int) -> Table:
     table = Table("made by", "in", "storages", "bytes", "of the peak", title="Largest at the peak")
     for entry in alive:
         table.add_row(

@@ -210,7 +210,7 @@ class Recipe:
         )
 
     @property
-    def held_gradient_width(self) -> int:
+    def accumulated_gradient_width(self) -> int:
         """Bytes of one value of a gradient kept whole over micro-batches.
 
         FSDP2 keeps them in the reduce dtype, FSDP1 in the compute dtype.
@@ -219,7 +219,7 @@ class Recipe:
         return max(compute, reduce) if self.engine is Engine.FSDP2 else compute
 
     @property
-    def adds_in_place(self) -> bool:
+    def accumulates_in_place(self) -> bool:
         """Whether a later micro-batch adds each weight's gradient at once into one kept whole.
 
         FSDP1 adds flat gradients of whole units; FSDP2 keeps them in the reduce dtype, apart from

@@ -1,4 +1,4 @@
-"""`stillhouse plan`: flags, JSON for machines, a table for people, refusals that name the field."""
+"""`stillhouse plan`: options, JSON, tables, and errors that name the field."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from services.cli.commands.plan import plan
 
@@ -19,7 +19,7 @@ _GOLDEN = (
 )
 
 
-def _run(options: str, *, code: int = 0) -> Any:
+def _run(options: str, *, code: int = 0) -> Result:
     # Wide enough that no cell of a table is folded.
     result = CliRunner().invoke(_APP, options.split(), env={"COLUMNS": "250"})
     assert result.exit_code == code, result.output
@@ -27,10 +27,11 @@ def _run(options: str, *, code: int = 0) -> Any:
 
 
 def _json(options: str) -> dict[str, Any]:
-    return json.loads(_run(f"{options} --json").stdout)
+    document: dict[str, Any] = json.loads(_run(f"{options} --json").stdout)
+    return document
 
 
-def test_the_golden_case_is_refused_and_told_what_fits() -> None:
+def test_the_golden_case_does_not_fit_and_gets_alternatives() -> None:
     document = _json(_GOLDEN)
     assert document["verdict"] == "does_not_fit"
     assert document["peak_phase"] == "backward"
@@ -76,12 +77,12 @@ def test_every_flag_reaches_the_recipe(flags: str, field: str, value: Any) -> No
     assert document["recipe"][field] == value
 
 
-def test_a_reserve_leaves_so_much_less_to_tensors() -> None:
+def test_a_reserve_lowers_the_budget() -> None:
     document = _json(f"{_GOLDEN} --reserve 2GiB")
     assert document["budget_bytes"] == 65520 * 2**20 - 2 * 2**30
 
 
-def test_a_device_kind_brings_its_memory() -> None:
+def test_a_device_kind_determines_its_memory() -> None:
     document = _json("--model qwen3-8b --ranks 8 --device A100-80")
     assert document["device"] == "a100-80"
     assert document["device_memory_bytes"] > 79 * 2**30
@@ -108,15 +109,15 @@ def test_a_config_file_is_planned(tmp_path: Path) -> None:
     )
 
 
-def test_a_teacher_is_planned_beside_its_student() -> None:
+def test_a_teacher_is_planned_with_its_student() -> None:
     document = _json("--model qwen3-0.6b --teacher qwen3-32b --ranks 8")
     assert document["components"]["other_model"] / 2**30 == pytest.approx(7.45, abs=0.01)
 
 
-def test_people_get_bars_and_the_place_where_it_would_die() -> None:
+def test_the_table_shows_bars_and_where_the_job_fails() -> None:
     text = _run(_GOLDEN).stdout
     assert "does not fit: peak 63.56 GiB a rank, budget 60.27 GiB" in text
-    assert "59.37 GiB allocated, 930.02 MiB more asked for (flat gradient of one layer)" in text
+    assert "59.37 GiB allocated, 930.02 MiB more requested (flat gradient of one layer)" in text
     assert "█" in text
     assert "apply the optimizer in backward" in text
     assert "Refused: optimizer state in host memory would take 485.5" in text
@@ -135,18 +136,18 @@ def test_people_get_bars_and_the_place_where_it_would_die() -> None:
         ("--model qwen3-0.6b --device abacus", "device: unknown kind 'abacus'"),
     ],
 )
-def test_bad_input_is_refused_by_the_name_of_its_field(options: str, words: str) -> None:
+def test_invalid_input_is_rejected_by_the_name_of_its_field(options: str, words: str) -> None:
     result = _run(options, code=2)
     assert re.search(words, result.stderr), result.stderr
 
 
-def test_a_refusal_in_json_names_field_and_accepted_values() -> None:
+def test_an_error_in_json_names_field_and_accepted_values() -> None:
     result = _run("--model qwen3-0.6b --ranks 0 --json", code=2)
     error = json.loads(result.stdout)["error"]
     assert error["field"] == "ranks"
     assert error["accepted"].startswith("1 to")
 
 
-def test_an_unknown_choice_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_choice_is_rejected_with_the_known_ones() -> None:
     result = _run("--model qwen3-0.6b --optimizer lion", code=2)
     assert "adafactor" in result.stderr

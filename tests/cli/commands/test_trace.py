@@ -1,12 +1,11 @@
-"""`stillhouse trace`: the options of `plan`, a table or JSON, refusals that name the field."""
+"""`stillhouse trace`: the options of `plan`, tables, JSON, and errors that name the field."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from services.cli.commands.trace import trace
 
@@ -23,26 +22,26 @@ def model(tmp_path: Path) -> Path:
     return file
 
 
-def _run(options: str, *, code: int = 0) -> Any:
+def _run(options: str, *, code: int = 0) -> Result:
     result = CliRunner().invoke(_APP, options.split(), env={"COLUMNS": "250"})
     assert result.exit_code == code, result.output
     return result
 
 
-def test_each_phase_stands_beside_the_plan(model: Path) -> None:
+def test_each_phase_is_printed_with_its_planned_peak(model: Path) -> None:
     text = _run(f"--model {model} --ranks 2 --sequence-length 64").stdout
-    assert "dry run of our own step with fsdp2" in text or "with fsdp1" in text
+    assert "dry run of the training step with fsdp2" in text or "with fsdp1" in text
     for phase in ("wrap", "forward", "backward", "optimizer_step", "evaluation"):
         assert phase in text
     assert "Largest at the peak" in text
 
 
-def test_a_refusal_in_json_names_the_field() -> None:
+def test_an_error_in_json_names_the_field() -> None:
     result = _run("--model qwen3-0.6b --ranks 2 --offload all --json", code=2)
     assert json.loads(result.stdout)["error"]["field"] == "offload"
 
 
-def test_what_fails_while_it_runs_says_why(model: Path) -> None:
+def test_a_failing_run_prints_why(model: Path) -> None:
     options = "--ranks 2 --fsdp 1 --optimizer adafactor --optimizer-in-backward"
     result = _run(f"--model {model} {options}", code=1)
     assert "adafactor cannot be applied in the backward pass under FSDP1" in result.stderr

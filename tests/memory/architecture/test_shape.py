@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, PretrainedConfig
 
 from services.shared.memory.architecture import shape
+from services.shared.memory.architecture.dimensions import Family
 from services.shared.memory.architecture.hf_config import config_of
-from services.shared.memory.architecture.shape import Family, Shape
+from services.shared.memory.architecture.parameters import UnitKind
+from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning.layers import PLANNED_FAMILIES
 
@@ -76,18 +78,25 @@ _CONFIGS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def _model_shapes(model_type: str, options: dict[str, Any]) -> tuple[dict, dict]:
-    config = AutoConfig.for_model(model_type, **{**_TINY, **options})
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def _parameter_shapes(config: PretrainedConfig) -> _Shapes:
     with torch.device("meta"):
-        model = AutoModel.from_config(config)
+        model = AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+
+def _model_shapes(model_type: str, options: dict[str, Any]) -> tuple[dict[str, Any], _Shapes]:
+    config = AutoConfig.for_model(model_type, **{**_TINY, **options})
     written = json.loads(config.to_json_string(use_diff=False))
-    return written, {name: tuple(value.shape) for name, value in model.named_parameters()}
+    return written, _parameter_shapes(config)
 
 
-def _our_shapes(model: Shape) -> dict[str, tuple[int, ...]]:
-    ours = {}
+def _our_shapes(model: Shape) -> _Shapes:
+    ours: _Shapes = {}
     for unit in model.units:
-        prefix = f"{unit.name}." if unit.kind is shape.UnitKind.LAYER else ""
+        prefix = f"{unit.name}." if unit.kind is UnitKind.LAYER else ""
         ours |= {prefix + tensor.name: tensor.shape for tensor in unit.tensors}
     return ours
 
@@ -212,7 +221,7 @@ def test_a_missing_file_is_refused_by_name() -> None:
         shape.load("nowhere/config.json")
 
 
-def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+def _record_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     header, end = {}, 0
     for name, dims in shapes.items():
         size = 2
@@ -224,26 +233,26 @@ def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
 
 
-def _write_model(folder: Path) -> Shape:
+def _record_model(folder: Path) -> Shape:
     config = _qwen3_config(vocab_size=128)
     (folder / "config.json").write_text(json.dumps(config))
-    _write_safetensors(folder / "model.safetensors", {"model.embed_tokens.weight": (128, 64)})
+    _record_safetensors(folder / "model.safetensors", {"model.embed_tokens.weight": (128, 64)})
     return shape.from_config(config, heads=(3,))
 
 
 def test_a_directory_with_config_and_weights_is_read(tmp_path: Path) -> None:
-    expected = _write_model(tmp_path)
+    expected = _record_model(tmp_path)
     assert shape.from_pretrained_directory(tmp_path, heads=[3]).dims == expected.dims
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", ""])
 def test_load_takes_a_directory_a_config_or_a_safetensors_file(tmp_path: Path, name: str) -> None:
-    expected = _write_model(tmp_path)
+    expected = _record_model(tmp_path)
     assert shape.load(tmp_path / name, heads=[3]).dims == expected.dims
 
 
 def test_an_index_is_read_with_all_its_shards(tmp_path: Path) -> None:
-    expected = _write_model(tmp_path)
+    expected = _record_model(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-1-of-1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(
@@ -253,7 +262,7 @@ def test_an_index_is_read_with_all_its_shards(tmp_path: Path) -> None:
 
 
 def test_an_index_with_a_missing_shard_is_refused(tmp_path: Path) -> None:
-    _write_model(tmp_path)
+    _record_model(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"embed": "model-2-of-2.safetensors"}}))
     with pytest.raises(InvalidInput, match=r"model-2-of-2\.safetensors, which is not in"):
@@ -261,7 +270,7 @@ def test_an_index_with_a_missing_shard_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    _write_model(tmp_path)
+    _record_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(InvalidInput, match=r"has no weights; accepted: model.safetensors"):
         shape.from_pretrained_directory(tmp_path)
@@ -274,7 +283,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep_bytes", [0, 5, 20, 200])
 def test_a_truncated_safetensors_file_is_refused(tmp_path: Path, keep_bytes: int) -> None:
-    _write_model(tmp_path)
+    _record_model(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep_bytes])
     with pytest.raises(
@@ -284,8 +293,8 @@ def test_a_truncated_safetensors_file_is_refused(tmp_path: Path, keep_bytes: int
 
 
 def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
-    _write_model(tmp_path)
-    _write_safetensors(tmp_path / "model.safetensors", {"embed_tokens.weight": (256, 64)})
+    _record_model(tmp_path)
+    _record_safetensors(tmp_path / "model.safetensors", {"embed_tokens.weight": (256, 64)})
     with pytest.raises(InvalidInput, match=r"shape \(256, 64\), the config says \(128, 64\)"):
         shape.load(tmp_path)
 
@@ -297,7 +306,4 @@ def test_weights_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
 def test_a_preset_written_as_a_config_has_its_tensors(name: str) -> None:
     preset = shape.from_preset(name)
     config = AutoConfig.for_model(**config_of(preset.dims))
-    with torch.device("meta"):
-        model = AutoModel.from_config(config)
-    found = {key: tuple(value.shape) for key, value in model.named_parameters()}
-    assert found == _our_shapes(preset)
+    assert _parameter_shapes(config) == _our_shapes(preset)

@@ -56,7 +56,7 @@ def failure(way: str, job: Job, share: float) -> Diagnosis | None:
         {"engine": engine} | SCENARIOS[way][0]
     )
     planned = plan(from_preset(model, heads=(3,)), recipe, machine("a100-80", ranks=ranks))
-    crossing = planned.first_past(int(planned.peak_bytes * share))
+    crossing = planned.first_exceeding(int(planned.peak_bytes * share))
     if crossing is None or crossing.request_bytes < 10 * MIB:
         return None
     requested = Rounding().driver_request(crossing.request_bytes)

@@ -19,7 +19,7 @@ def test_an_output_is_freed_with_its_last_name() -> None:
 
 def test_what_backward_needs_outlives_its_names() -> None:
     tape = Tape(saving=True)
-    x = tape.given(_MIB, "x")
+    x = tape.external(_MIB, "x")
     wide = tape.op("up", 4 * _MIB, [Gradient(x, _MIB)], saves=[x])
     out = tape.op("act", 4 * _MIB, [Gradient(wide, 4 * _MIB)], saves=[wide])
     tape.drop(wide, out)
@@ -28,7 +28,7 @@ def test_what_backward_needs_outlives_its_names() -> None:
 
 def test_nothing_is_kept_without_backward() -> None:
     tape = Tape(saving=False)
-    x = tape.given(_MIB, "x")
+    x = tape.external(_MIB, "x")
     wide = tape.op("up", 4 * _MIB, [Gradient(x, _MIB)], saves=[x])
     tape.drop(wide)
     assert tape.live_bytes == 0
@@ -36,7 +36,7 @@ def test_nothing_is_kept_without_backward() -> None:
 
 def test_backward_frees_what_was_saved_and_leaves_the_input_s_gradient() -> None:
     tape = Tape(saving=True)
-    x = tape.given(_MIB, "x")
+    x = tape.external(_MIB, "x")
     out = tape.op("up", 4 * _MIB, [Gradient(x, _MIB)], saves_out=True, weight_bytes=[2 * _MIB])
     tape.drop(out)
     tape.play_backward(out, tape.op("gradient", 4 * _MIB))
@@ -46,12 +46,12 @@ def test_backward_frees_what_was_saved_and_leaves_the_input_s_gradient() -> None
 
 def test_two_gradients_of_one_value_meet_in_a_third_tensor() -> None:
     tape = Tape(saving=True)
-    x = tape.given(_MIB, "x")
+    x = tape.external(_MIB, "x")
     left = tape.op("left", _MIB, [Gradient(x, _MIB)])
     right = tape.op("right", _MIB, [Gradient(x, _MIB)])
     out = tape.op("add", _MIB, [Gradient(left, alias=True), Gradient(right, alias=True)])
     tape.drop(left, right, out)
-    tape.restart()
+    tape.reset_records()
     tape.play_backward(out, tape.op("gradient", _MIB))
     assert max(moment.live_bytes for moment in tape.records) == 3 * _MIB
     assert tape.live_bytes == _MIB
@@ -59,7 +59,7 @@ def test_two_gradients_of_one_value_meet_in_a_third_tensor() -> None:
 
 def test_views_cost_nothing_until_their_gradients_are_joined() -> None:
     tape = Tape(saving=True)
-    x = tape.given(_MIB, "x")
+    x = tape.external(_MIB, "x")
     fused = tape.op("fused", 3 * _MIB, [Gradient(x, _MIB)], saves=[x])
     parts = tape.split("parts", fused, [_MIB] * 3)
     tape.drop(fused)
@@ -67,7 +67,7 @@ def test_views_cost_nothing_until_their_gradients_are_joined() -> None:
     out = tape.op("mix", _MIB, [Gradient(part, _MIB) for part in parts])
     tape.drop(*parts, out)
     assert tape.live_bytes == 0
-    tape.restart()
+    tape.reset_records()
     tape.play_backward(out, tape.op("gradient", _MIB))
     assert max(moment.live_bytes for moment in tape.records) == 6 * _MIB
 
@@ -81,7 +81,7 @@ def test_records_rise_and_end_at_the_maximum() -> None:
 
 def test_gradients_added_in_place_do_not_pile_up() -> None:
     tape = Tape(saving=True, adding=True)
-    x = tape.given(_MIB, "x")
+    x = tape.external(_MIB, "x")
     out = tape.op("up", _MIB, [Gradient(x, _MIB)], weight_bytes=[2 * _MIB])
     tape.drop(out)
     tape.play_backward(out, tape.op("gradient", _MIB))

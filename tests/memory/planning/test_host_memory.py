@@ -7,7 +7,8 @@ import pytest
 from services.shared.memory.architecture.shape import from_preset
 from services.shared.memory.cgroup import container_limit_bytes, host_memory_bytes
 from services.shared.memory.hardware import machine
-from services.shared.memory.planning.plan import Verdict, plan
+from services.shared.memory.planning.plan import plan
+from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import Recipe
 from services.shared.memory.sizes import GIB
 

@@ -16,8 +16,9 @@ from services.shared.memory.hardware import machine
 from services.shared.memory.planning.alternatives import alternatives
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.planning.ledger import PlanPhase
-from services.shared.memory.planning.plan import Plan, Verdict, plan, plan_distillation
-from services.shared.memory.recipe import Recipe
+from services.shared.memory.planning.plan import Plan, plan
+from services.shared.memory.planning.plan_contract import Verdict
+from services.shared.memory.recipe import Offload, Recipe, Wrap
 from services.shared.memory.sizes import GIB, MIB
 from tools.plan_errors import TRACES, trace_errors
 
@@ -73,7 +74,7 @@ def test_the_golden_case_has_its_published_peaks(
 
 
 def test_the_golden_case_dies_as_its_message_says() -> None:
-    crossing = _golden().first_past(int(60.27 * GIB))
+    crossing = _golden().first_exceeding(int(60.27 * GIB))
     assert crossing is not None
     assert crossing.allocated_bytes / GIB == pytest.approx(59.371, abs=0.001)
     assert crossing.request_bytes == 975_196_672  # 930.02 MiB, printed as 932
@@ -81,7 +82,7 @@ def test_the_golden_case_dies_as_its_message_says() -> None:
 
 
 def test_whole_gradients_of_an_accumulated_step_die_in_its_first_backward() -> None:
-    crossing = _golden(accumulate=2, reduce_each=False).first_past(int(60.27 * GIB))
+    crossing = _golden(accumulate=2, reduce_each=False).first_exceeding(int(60.27 * GIB))
     assert crossing is not None
     assert crossing.allocated_bytes / GIB == pytest.approx(59.406, abs=0.001)
     assert (crossing.point.phase, crossing.point.step, crossing.point.layer) == ("backward", 1, 18)
@@ -101,7 +102,7 @@ def test_whole_gradients_of_an_accumulated_step_die_in_its_first_backward() -> N
 def test_other_optimizers_would_have_died_in_their_first_step(
     ranks: int, impl: str, budget: float, allocated: float, request_mib: int
 ) -> None:
-    crossing = _golden(ranks, optimizer_impl=impl).first_past(int(budget * GIB))
+    crossing = _golden(ranks, optimizer_impl=impl).first_exceeding(int(budget * GIB))
     assert crossing is not None
     assert crossing.point.phase is PlanPhase.OPTIMIZER_STEP
     assert crossing.point.step == 1
@@ -251,7 +252,7 @@ def test_a_distillation_holds_the_teacher_beside_the_student() -> None:
     recipe = Recipe().with_changes({"micro_batch": 4, "sequence_length": 512})
     hardware = machine("k100_ai", ranks=8)
     alone = plan(student, recipe, hardware)
-    together = plan_distillation(FrozenTeacher(teacher), student, hardware, student_recipe=recipe)
+    together = plan(student, recipe, hardware, teacher=FrozenTeacher(teacher))
     shards = 2 * teacher.num_parameters // 8
     assert together.components.other_model == pytest.approx(shards, rel=0.001)
     gathered = together.phase_peaks[PlanPhase.FORWARD].live_bytes - shards
@@ -267,16 +268,14 @@ def test_a_replicated_teacher_lies_whole_on_every_rank() -> None:
     teacher, student = from_preset("qwen3-8b"), from_preset("qwen3-0.6b")
     hardware = machine("k100_ai", ranks=8)
     whole = FrozenTeacher(teacher, Placement.REPLICATED)
-    together = plan_distillation(whole, student, hardware, student_recipe=Recipe())
+    together = plan(student, Recipe(), hardware, teacher=whole)
     assert together.components.other_model == pytest.approx(2 * teacher.num_parameters, rel=0.001)
 
 
 def test_a_teacher_stays_on_the_device_when_its_student_is_offloaded() -> None:
     teacher, student = FrozenTeacher(from_preset("qwen3-8b")), from_preset("qwen3-0.6b")
     hardware = machine("k100_ai", ranks=8, host_memory_bytes=512 * GIB)
-    planned = plan_distillation(
-        teacher, student, hardware, student_recipe=Recipe(offload="all", wrap="root")
-    )
+    planned = plan(student, Recipe(offload=Offload.ALL, wrap=Wrap.ROOT), hardware, teacher=teacher)
     assert planned.components.parameters == 0
     shards = 2 * teacher.shape.num_parameters // 8
     assert planned.components.other_model == pytest.approx(shards, rel=0.001)
@@ -286,7 +285,7 @@ def test_every_rank_reads_a_whole_teacher_into_the_host() -> None:
     teacher, student = from_preset("qwen3-8b"), from_preset("qwen3-0.6b")
     hardware = machine("k100_ai", ranks=8)
     whole, cut = (
-        plan_distillation(FrozenTeacher(teacher, how), student, hardware, student_recipe=Recipe())
+        plan(student, Recipe(), hardware, teacher=FrozenTeacher(teacher, how))
         for how in (Placement.REPLICATED, Placement.SHARDED)
     )
     assert whole.host.loading - cut.host.loading > 7 * 2 * teacher.num_parameters

@@ -99,8 +99,8 @@ def request_of(
         shape=from_config(config, heads=(3, 7)),
         recipe=Recipe(**knobs),
         hardware=machine("cpu", ranks=ranks),
-        teacher=str(paths["teacher"]) if teacher else None,
-        beside=FrozenTeacher(from_config(teacher, heads=(3, 7)), placement) if teacher else None,
+        teacher_model=str(paths["teacher"]) if teacher else None,
+        teacher=FrozenTeacher(from_config(teacher, heads=(3, 7)), placement) if teacher else None,
     )
 
 

@@ -50,10 +50,10 @@ ENCODERS = BERT_LIKE | {Family.MODERNBERT}
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher of a distillation; `whole_only` if our ranks cannot shard it."""
+    """The teacher of a distillation; `unshardable` if our ranks cannot shard it."""
 
     shape: shape.Shape
-    whole_only: bool = False
+    unshardable: bool = False
 
 
 def shape_of(
@@ -119,4 +119,4 @@ def read_teacher(directory: Path, *, classes: Sequence[int]) -> Teacher:
     """
     found = shape.from_pretrained_directory(directory, heads=classes)
     made_here = (directory / HEADS_FILE).exists()
-    return Teacher(found, whole_only=not made_here and found.dims.family in ENCODERS)
+    return Teacher(found, unshardable=not made_here and found.dims.family in ENCODERS)

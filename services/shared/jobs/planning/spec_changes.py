@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from services.shared.jobs.documents import RecipeFields
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, job_spec
-from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
+from services.shared.memory.planning.recipe_changes import TEACHER_PLACEMENT
 
 
 class ChangedSpec(NamedTuple):

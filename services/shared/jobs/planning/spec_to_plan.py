@@ -26,11 +26,11 @@ from services.shared.memory import hardware, recipe
 from services.shared.memory.architecture import shape
 from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.planning import alternatives
-from services.shared.memory.planning.alternatives import TEACHER_PLACEMENT
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.planning.layers import check_planned
-from services.shared.memory.planning.plan import Plan, Verdict, plan, plan_distillation
-from services.shared.memory.planning.plan_contract import Changes
+from services.shared.memory.planning.plan import Plan, plan
+from services.shared.memory.planning.plan_contract import Changes, Verdict
+from services.shared.memory.planning.recipe_changes import TEACHER_PLACEMENT
 from services.shared.memory.sizes import format_size, parse_size
 
 log = structlog.get_logger(__name__)
@@ -174,7 +174,9 @@ def as_run_by_ranks(
 def frozen_teacher(teacher: Teacher, student: recipe.Recipe, placement: Placement) -> FrozenTeacher:
     """Return a teacher as it is held on the ranks of a student that runs with a recipe."""
     masked = as_run_by_ranks(student, teacher.shape).attention_mask
-    return FrozenTeacher(teacher.shape, placement, masked=masked, whole_only=teacher.whole_only)
+    return FrozenTeacher(
+        teacher.shape, placement, attention_mask=masked, unshardable=teacher.unshardable
+    )
 
 
 def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
@@ -256,20 +258,20 @@ def _plan(
         return plan(model, memory_recipe, machine), None
     assert isinstance(spec, DistillSpec)
     wanted = spec.distillation.teacher_placement
-    if wanted == "sharded" and teacher.whole_only:
+    if wanted == "sharded" and teacher.unshardable:
         raise memory_errors.InvalidInput(
             TEACHER_PLACEMENT,
             "an encoder classifier made elsewhere cannot be sharded",
             accepted=("replicated", "auto"),
         )
     whole = frozen_teacher(teacher, memory_recipe, Placement.REPLICATED)
-    if wanted != "sharded" or teacher.whole_only:
-        planned = plan_distillation(whole, model, machine, student_recipe=memory_recipe)
+    if wanted != "sharded" or teacher.unshardable:
+        planned = plan(model, memory_recipe, machine, teacher=whole)
         comfortable = planned.runs and planned.verdict is Verdict.FITS
-        if wanted == "replicated" or teacher.whole_only or comfortable:
+        if wanted == "replicated" or teacher.unshardable or comfortable:
             return planned, whole
     sharded = replace(whole, placement=Placement.SHARDED)
-    return plan_distillation(sharded, model, machine, student_recipe=memory_recipe), sharded
+    return plan(model, memory_recipe, machine, teacher=sharded), sharded
 
 
 def _choose(

@@ -43,7 +43,7 @@ from services.shared.memory.forensics.diagnosis import DiagnosisDict, RemedyDict
 from services.shared.memory.forensics.remedies import fixed_by_smaller_recipe
 from services.shared.memory.planning.alternatives import alternatives
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
-from services.shared.memory.planning.plan import Verdict
+from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import Engine
 from services.shared.memory.recipe import Recipe as MemoryRecipe
 
@@ -122,7 +122,7 @@ def _frozen(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> Fro
     planned_placement = claim.plan.get("teacher_placement") if claim.plan else None
     wanted = planned_placement or claim.spec.distillation.teacher_placement
     # Without a plan the ranks decide, and hold a small teacher whole.
-    whole = teacher.whole_only or wanted != Placement.SHARDED
+    whole = teacher.unshardable or wanted != Placement.SHARDED
     placement = Placement.REPLICATED if whole else Placement.SHARDED
     return frozen_teacher(teacher, planned, placement)
 

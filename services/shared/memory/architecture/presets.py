@@ -322,7 +322,7 @@ _SUFFIX = re.compile(
 )
 
 
-def exact(name: str) -> tuple[str, Dimensions] | None:
+def find_exact(name: str) -> tuple[str, Dimensions] | None:
     """Return the preset that `name` is, ignoring case, owner, separators and usual suffixes."""
     bare = name.strip().lower().rsplit("/", 1)[-1]
     if len(bare) > _LONGEST_NAME:
@@ -334,9 +334,9 @@ def exact(name: str) -> tuple[str, Dimensions] | None:
     return None
 
 
-def mentioned(text: str) -> tuple[str, Dimensions] | None:
+def find_in_text(text: str) -> tuple[str, Dimensions] | None:
     """Return the preset that free text names, the longest spelling first, or None."""
-    whole = exact(text)
+    whole = find_exact(text)
     if whole:
         return whole
     squeezed = _squeeze(text)

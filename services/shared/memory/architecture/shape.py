@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from services.shared.memory.architecture import presets, safetensors_headers
-from services.shared.memory.architecture.dimensions import Dimensions, Family
+from services.shared.memory.architecture.dimensions import Dimensions
 from services.shared.memory.architecture.hf_config import dimensions_of
 from services.shared.memory.architecture.parameters import (
-    Tensor,
     Unit,
-    UnitKind,
     embedding_unit,
     heads_unit,
     language_head_unit,
@@ -95,23 +93,6 @@ class Shape:
         return replace(self, dims=replace(self.dims, num_layers=num_layers))
 
 
-__all__ = [
-    "Dimensions",
-    "Family",
-    "Shape",
-    "Tensor",
-    "Unit",
-    "UnitKind",
-    "find_preset",
-    "from_config",
-    "from_preset",
-    "from_pretrained_directory",
-    "from_safetensors",
-    "load",
-    "preset_names",
-]
-
-
 def load(source: str | Path, *, heads: Sequence[int] = ()) -> Shape:
     """Return the shape that `source` names: a preset, a directory, a config.json or safetensors.
 
@@ -134,7 +115,7 @@ def from_preset(name: str, *, heads: Sequence[int] = ()) -> Shape:
 
     Raises InvalidInput with the known names.
     """
-    found = presets.exact(name)
+    found = presets.find_exact(name)
     if found is None:
         raise InvalidInput(
             "model",
@@ -146,7 +127,7 @@ def from_preset(name: str, *, heads: Sequence[int] = ()) -> Shape:
 
 def find_preset(text: str) -> Shape | None:
     """Return the published model that free text such as "Vicuna-13B (fp16)" names, or None."""
-    found = presets.mentioned(text)
+    found = presets.find_in_text(text)
     return Shape(*found) if found else None
 
 

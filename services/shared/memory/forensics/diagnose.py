@@ -30,7 +30,7 @@ from services.shared.memory.forensics.sharding_verdict import judge_sharding
 from services.shared.memory.forensics.state_size import Needs, PlannedPeaks, compute_needs
 from services.shared.memory.oom_log.log_scanner import LogReading
 from services.shared.memory.oom_log.message_formats import MessageKind
-from services.shared.memory.planning.plan import Verdict
+from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import OptimizerImpl
 from services.shared.memory.sizes import format_size
 

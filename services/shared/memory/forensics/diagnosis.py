@@ -20,7 +20,7 @@ from services.shared.memory.forensics.state_size import (
 )
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 from services.shared.memory.oom_log.message_parser import Message, bytes_of
-from services.shared.memory.planning.plan import Verdict
+from services.shared.memory.planning.plan_contract import Verdict
 
 
 class Cause(str, Enum):

@@ -41,7 +41,7 @@ def planned_candidates(evidence: Evidence) -> tuple[Candidate, ...]:
         return ()
     names: dict[tuple[Role, int], dict[str, None]] = {}
     for point in planned.timeline:
-        for moment in point.rising:
+        for moment in point.maxima:
             if moment.request_bytes and _would_print(
                 moment.request_bytes, message.requested, rounding
             ):

@@ -19,7 +19,8 @@ from services.shared.memory.forensics.free_text import Framework
 from services.shared.memory.forensics.scenarios import plan_with
 from services.shared.memory.forensics.state_size import Needs
 from services.shared.memory.planning.alternatives import Alternative, alternatives
-from services.shared.memory.planning.plan import Plan, Verdict, plan
+from services.shared.memory.planning.plan import Plan, plan
+from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import Engine, Offload, OptimizerImpl, Recipe, Sharding
 from services.shared.memory.sizes import format_size
 

@@ -33,7 +33,8 @@ from services.shared.memory.hardware import Hardware
 from services.shared.memory.oom_log.message_formats import Backend
 from services.shared.memory.oom_log.message_parser import PrintedSize
 from services.shared.memory.planning.ledger import PlanPhase, Point
-from services.shared.memory.planning.plan import Plan, Verdict, plan
+from services.shared.memory.planning.plan import Plan, plan
+from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import (
     Optimizer,
     OptimizerImpl,
@@ -246,7 +247,7 @@ def _excluded(evidence: Evidence, scenario: Scenario) -> Hypothesis | None:
     if planned is None:
         return None
     requested, allocated = _printed(evidence)
-    crossing = planned.first_past(requested.size_bytes + allocated.size_bytes)
+    crossing = planned.first_exceeding(requested.size_bytes + allocated.size_bytes)
     if crossing is None:
         text = (
             f"its peak, {format_size(planned.peak_bytes)}, is below the refused "

@@ -12,7 +12,7 @@ from typing import TypedDict
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import Framework
 from services.shared.memory.planning.ledger import PlanPhase
-from services.shared.memory.planning.plan import Verdict
+from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import Optimizer, OptimizerImpl, Precision
 
 # DeepSpeed, runtime/zero/stage3.py, estimate_zero3_model_states_mem_needs: bytes per parameter in

@@ -77,7 +77,7 @@ def printed_moments(
     for point in timeline:
         if point.phase in (PlanPhase.EVALUATION, PlanPhase.EXPORT):
             break
-        for moment in point.rising:
+        for moment in point.maxima:
             live, request = point.base_bytes + moment.live_bytes, moment.request_bytes
             if least <= request <= most and requested.covers(rounding.driver_request(request)):
                 key = MomentKey(
@@ -115,7 +115,7 @@ def _requests(timeline: Iterable[Point]) -> set[int]:
         moment.request_bytes
         for point in timeline
         if point.phase in (PlanPhase.FORWARD, PlanPhase.BACKWARD)
-        for moment in point.rising
+        for moment in point.maxima
         if moment.request_bytes
     }
 

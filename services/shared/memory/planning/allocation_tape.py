@@ -47,9 +47,9 @@ class Value:
 
 
 class Gradient(NamedTuple):
-    """What an operation hands back for one input: a new tensor, or its own output's gradient.
+    """The gradient of an operation for one input: a new tensor, or the gradient of its own output.
 
-    `extra_bytes` are alive only while it is computed; `alias` passes the incoming gradient on.
+    `extra_bytes` are alive only while it is computed; with `alias` the incoming gradient is passed on.
     """
 
     of: Value
@@ -70,10 +70,9 @@ class _Node:
 class Tape:
     """Counts the bytes of one module's forward pass and, where `saving`, of its backward pass.
 
-    Weight gradients stay, unless `adding`: then each is added into one that is alive already.
-
-    `records` are the moments at which more bytes were alive than ever before: whatever the budget,
-    the request that first exceeds it is one of them.
+    Weight gradients stay alive, unless `adding`: then each is added to one that exists already.
+    `records` are the moments at which more bytes were alive than ever before: for any budget, the
+    request that first exceeds it is one of them.
     """
 
     def __init__(self, *, saving: bool, adding: bool = False) -> None:
@@ -85,13 +84,13 @@ class Tape:
         self._saving = saving
         self._nodes: list[_Node] = []
 
-    def restart(self) -> None:
-        """Forget the records, so that the next ones are those of what follows."""
+    def reset_records(self) -> None:
+        """Clear the records, so that the next ones describe only what follows."""
         self.records = []
         self._most_bytes = 0
 
-    def given(self, size_bytes: int, what: str) -> Value:
-        """Return a value that the caller owns: it is not counted, and never freed here."""
+    def external(self, size_bytes: int, what: str) -> Value:
+        """Return a value that the caller owns: the tape neither counts nor frees it."""
         value = Value(size_bytes, what)
         value.holders = _NEVER_FREED
         return value
@@ -108,7 +107,7 @@ class Tape:
         weight_bytes: Sequence[int] = (),
         extra_bytes: Sequence[int] = (),
     ) -> Value:
-        """Run one operation and return its output, held by one Python name.
+        """Run one operation and return its output, which one Python name holds.
 
         `also_saves` are outputs that only backward sees (a mask, a log-sum-exp); `extra_bytes` live
         together during the forward kernel.
@@ -128,7 +127,7 @@ class Tape:
         return out
 
     def split(self, what: str, base: Value, sizes: Sequence[int]) -> list[Value]:
-        """Return views of `base`: nothing is allocated until their gradients are joined."""
+        """Return views of `base`: nothing is allocated until their gradients are concatenated."""
         views = [Value(size, what, base) for size in sizes]
         base.holders += len(views)
         if self._saving:
@@ -136,11 +135,11 @@ class Tape:
         return views
 
     def during(self, what: str, sizes: Sequence[int]) -> None:
-        """Count temporaries that live together for one moment."""
+        """Count temporaries that are alive together for one moment."""
         self.drop(*[self._allocate(size, what) for size in sizes])
 
     def drop(self, *values: Value) -> None:
-        """Let go of values: each is freed when nothing else holds it."""
+        """Release values: each is freed when nothing else holds it."""
         for value in values:
             value.holders -= 1
             if value.holders == 0 and value.base is None:
@@ -149,9 +148,9 @@ class Tape:
                 self.drop(value.base)
 
     def play_backward(self, out: Value, gradient: Value) -> None:
-        """Run the recorded operations in reverse, taking over `gradient`, which is that of `out`.
+        """Run the recorded operations in reverse, releasing `gradient`, which is that of `out`.
 
-        The gradient of the given input stays alive, as the next module's incoming one.
+        The gradient of the external input stays alive, as the next module's incoming one.
         """
         gradients = {out: gradient}
         for node in reversed(self._nodes):

@@ -10,26 +10,26 @@ from services.shared.memory.recipe import Attention
 
 
 class Kernel(NamedTuple):
-    """Which attention runs: the kernel asked for, and what decides its buffers.
+    """The requested attention kernel, and what determines its buffers.
 
-    `lays_out` says that queries come head by head, so that the CPU's kernel hands its output back so
-    and the output projection needs a copy; other kernels hand it back token by token anyway.
+    `head_major_queries`: queries are contiguous out head by head. The CPU's kernel then returns its output
+    in that layout, and the output projection needs a copy; other kernels return it token by token.
     """
 
-    asked: Attention
+    requested: Attention
     mask: bool
     dropout: bool
     softmax_float32: bool
     cpu: bool
-    lays_out: bool = False
+    head_major_queries: bool = False
     softcap: bool = False
 
     @property
-    def runs(self) -> Attention:
-        """The kernel that runs: torch's flash kernel for CPUs has no dropout, so math steps in."""
-        if self.asked is Attention.SDPA and self.dropout and self.cpu:
+    def effective(self) -> Attention:
+        """The kernel that runs: torch's flash kernel for CPUs has no dropout and falls back to math."""
+        if self.requested is Attention.SDPA and self.dropout and self.cpu:
             return Attention.MATH
-        return self.asked
+        return self.requested
 
 
 class Heads(NamedTuple):
@@ -69,21 +69,21 @@ class Heads(NamedTuple):
 
 
 def attend(tape: Tape, heads: Heads, kernel: Kernel, inputs: tuple[Value, Value, Value]) -> Value:
-    """Run attention over (query, key, value), which the caller keeps; return the context."""
+    """Run attention over (query, key, value), which the caller releases; return the context."""
     query, key, value = inputs
     grouped = heads.num_kv_heads < heads.num_heads
     # transformers leaves grouped heads to sdpa only where no mask is given.
-    repeats = grouped and (kernel.mask or kernel.asked is Attention.EAGER)
+    repeats = grouped and (kernel.mask or kernel.requested is Attention.EAGER)
     if repeats:
-        key, value = (_repeated(tape, heads, x) for x in (key, value))
-    run = _RUNS[kernel.runs]
+        key, value = (_repeat_heads(tape, heads, x) for x in (key, value))
+    run = _KERNELS[kernel.effective]
     context = run(tape, heads, kernel, (query, key, value))
     if repeats:
         tape.drop(key, value)
     return context
 
 
-def _repeated(tape: Tape, heads: Heads, x: Value) -> Value:
+def _repeat_heads(tape: Tape, heads: Heads, x: Value) -> Value:
     return tape.op("repeated keys and values", heads.query_bytes, [Gradient(x, x.size_bytes)])
 
 
@@ -100,36 +100,36 @@ def _fused(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
         saves_out=True,
         also_saves=also,
     )
-    if not (kernel.lays_out and kernel.cpu):
+    if not (kernel.head_major_queries and kernel.cpu):
         return context
-    laid = tape.op("attention", heads.query_bytes, [Gradient(context, alias=True)])
+    contiguous = tape.op("attention", heads.query_bytes, [Gradient(context, alias=True)])
     tape.drop(context)
-    return laid
+    return contiguous
 
 
 def _eager(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     """transformers' own attention: scores in the compute dtype, softmax in float32 for decoders."""
     query, key, value = inputs
     low, high = heads.scores * heads.value_bytes, heads.scores * 4
-    laid = tape.op("attention queries", heads.query_bytes, [Gradient(query, alias=True)])
+    contiguous = tape.op("attention queries", heads.query_bytes, [Gradient(query, alias=True)])
     scores = tape.op(
         "attention scores",
         low,
-        [Gradient(key, heads.query_bytes), Gradient(laid, heads.query_bytes)],
-        saves=[laid, key],
+        [Gradient(key, heads.query_bytes), Gradient(contiguous, heads.query_bytes)],
+        saves=[contiguous, key],
     )
-    tape.drop(laid)
+    tape.drop(contiguous)
     scaled = tape.op("attention scores", low, [Gradient(scores, low)])
     tape.drop(scores)
     if kernel.softcap:
-        scaled = _capped(tape, scaled, low)
+        scaled = _softcap(tape, scaled, low)
     if kernel.mask:
         masked = tape.op("masked attention scores", low, [Gradient(scaled, alias=True)])
         tape.drop(scaled)
         scaled = masked
     weights = _softmax(tape, scaled, low, high if kernel.softmax_float32 else low)
     if kernel.dropout:
-        weights = _dropped(tape, heads, kernel, weights)
+        weights = _attention_dropout(tape, heads, kernel, weights)
     context = tape.op(
         "attention context",
         heads.query_bytes,
@@ -141,32 +141,32 @@ def _eager(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     return out
 
 
-def _capped(tape: Tape, scores: Value, low: int) -> Value:
-    """Gemma 2's cap * tanh(scores / cap); lets go of `scores`."""
+def _softcap(tape: Tape, scores: Value, low: int) -> Value:
+    """Gemma 2's cap * tanh(scores / cap); releases `scores`."""
     divided = tape.op("attention scores", low, [Gradient(scores, low)])
     tape.drop(scores)
-    bent = tape.op("attention scores", low, [Gradient(divided, low)], saves_out=True)
+    bounded = tape.op("attention scores", low, [Gradient(divided, low)], saves_out=True)
     tape.drop(divided)
-    out = tape.op("attention scores", low, [Gradient(bent, low)])
-    tape.drop(bent)
+    out = tape.op("attention scores", low, [Gradient(bounded, low)])
+    tape.drop(bounded)
     return out
 
 
 def _softmax(tape: Tape, scores: Value, low: int, high: int) -> Value:
-    """Softmax of `scores` (let go of here), through float32 where `high` exceeds `low`."""
+    """Softmax of `scores` (released here), through float32 where `high` exceeds `low`."""
     if high == low:
         weights = tape.op("attention softmax", low, [Gradient(scores, low)], saves_out=True)
         tape.drop(scores)
         return weights
-    raised = tape.op("attention scores in float32", high, [Gradient(scores, low)])
-    weights = tape.op("attention softmax", high, [Gradient(raised, high)], saves_out=True)
-    tape.drop(raised)
+    upcast = tape.op("attention scores in float32", high, [Gradient(scores, low)])
+    weights = tape.op("attention softmax", high, [Gradient(upcast, high)], saves_out=True)
+    tape.drop(upcast)
     lowered = tape.op("attention weights", low, [Gradient(weights, high)])
     tape.drop(weights, scores)
     return lowered
 
 
-def _dropped(tape: Tape, heads: Heads, kernel: Kernel, weights: Value) -> Value:
+def _attention_dropout(tape: Tape, heads: Heads, kernel: Kernel, weights: Value) -> Value:
     mask_bytes = weights.size_bytes if kernel.cpu else heads.scores
     out = tape.op(
         "attention dropout",
@@ -179,14 +179,16 @@ def _dropped(tape: Tape, heads: Heads, kernel: Kernel, weights: Value) -> Value:
 
 
 def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
-    """torch's math kernel: everything raised to float32, whole scores, nothing recomputed."""
+    """torch's math kernel: everything upcast to float32, whole scores, nothing recomputed."""
     high, scores = heads.tokens * heads.num_heads * heads.head_dim * 4, heads.scores * 4
     masks = [tape.op("attention mask", heads.mask_bytes)] if kernel.mask else []
-    raised = [tape.op("attention inputs", high, [Gradient(x, x.size_bytes)]) for x in inputs]
-    scaled = [tape.op("attention inputs", high, [Gradient(x, high)]) for x in raised[:2]]
-    laid = [tape.op("attention inputs", high, [Gradient(x, alias=True)]) for x in scaled]
-    product = tape.op("attention scores", scores, [Gradient(x, high) for x in laid], saves=laid)
-    tape.drop(scaled[1], *laid)
+    upcast = [tape.op("attention inputs", high, [Gradient(x, x.size_bytes)]) for x in inputs]
+    scaled = [tape.op("attention inputs", high, [Gradient(x, high)]) for x in upcast[:2]]
+    contiguous = [tape.op("attention inputs", high, [Gradient(x, alias=True)]) for x in scaled]
+    product = tape.op(
+        "attention scores", scores, [Gradient(x, high) for x in contiguous], saves=contiguous
+    )
+    tape.drop(scaled[1], *contiguous)
     if kernel.mask:
         masked = tape.op("masked attention scores", scores, [Gradient(product, alias=True)])
         tape.drop(product)
@@ -194,24 +196,24 @@ def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     weights = tape.op("attention softmax", scores, [Gradient(product, scores)], saves_out=True)
     tape.drop(product)
     if kernel.dropout:
-        weights = _dropped(tape, heads, kernel, weights)
+        weights = _attention_dropout(tape, heads, kernel, weights)
     lowered = tape.op("attention weights", heads.scores * heads.value_bytes)
-    laid_value = tape.op("attention inputs", high, [Gradient(raised[2], alias=True)])
+    contiguous_value = tape.op("attention inputs", high, [Gradient(upcast[2], alias=True)])
     context = tape.op(
         "attention context",
         high,
-        [Gradient(laid_value, high), Gradient(weights, scores)],
-        saves=[weights, laid_value],
+        [Gradient(contiguous_value, high), Gradient(weights, scores)],
+        saves=[weights, contiguous_value],
     )
     out = tape.op("attention context", heads.query_bytes, [Gradient(context, high)])
-    tape.drop(context, scaled[0], *raised, lowered, weights, laid_value, *masks)
+    tape.drop(context, scaled[0], *upcast, lowered, weights, contiguous_value, *masks)
     final = tape.op("attention context", heads.query_bytes, [Gradient(out, alias=True)])
     tape.drop(out)
     return final
 
 
 _Inputs = tuple[Value, Value, Value]
-_RUNS: dict[Attention, Callable[[Tape, Heads, Kernel, _Inputs], Value]] = {
+_KERNELS: dict[Attention, Callable[[Tape, Heads, Kernel, _Inputs], Value]] = {
     Attention.SDPA: _fused,
     Attention.EAGER: _eager,
     Attention.MATH: _math,

@@ -1,4 +1,4 @@
-"""A backward pass written into the ledger, from the last layer to the root."""
+"""Records a backward pass in the ledger, from the last layer to the root."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from services.shared.memory.planning.sharding_units import UnitSizes
 from services.shared.memory.recipe import Engine, Prefetch
 
 
-def write_backward(run: SimulationRun) -> None:
-    """Write the backward pass of the ledger' micro-batch; reduced gradients stay afterwards."""
+def record_backward(run: SimulationRun) -> None:
+    """Record the backward pass of the ledger's micro-batch; reduced gradients stay afterwards."""
     ledger, job = run.ledger, run.job
     base = ledger.activations - run.saved_before(job.num_layers)
     if not job.recipe.activation_checkpointing:
-        # Only a layer that is run again needs the mask again.
+        # Only a recomputed layer needs the mask again.
         base -= job.mask_bytes
     ledger.activations = base + run.saved_at(job.num_layers - 1)
-    _hold_gradients(run, job.num_layers)
+    _record_gradient_bytes(run, job.num_layers)
     _enter_root(run)
     for index in reversed(run.indices()):
         ledger.activations = base + run.saved_at(index)
-        _hold_gradients(run, index + 1)
+        _record_gradient_bytes(run, index + 1)
         _layer(run, index, after=base + run.saved_after(index))
     ledger.activations = 0
-    _hold_gradients(run, 0)
-    ledger.unsharded = job.units.root.whole_parameter_bytes
+    _record_gradient_bytes(run, 0)
+    ledger.unsharded = job.units.root.unsharded_parameter_bytes
     embedding = job.units.embedding
     if embedding is not None:
         _embedding(run, embedding)
@@ -34,40 +34,43 @@ def write_backward(run: SimulationRun) -> None:
 
 
 def _enter_root(run: SimulationRun) -> None:
-    """Write what comes before the last layer: the root's own gather, the final norm, the heads."""
+    """Record what precedes the last layer: the root's own gather, the final norm, the heads."""
     ledger, job, root = run.ledger, run.job, run.job.units.root
-    if job.resharded_root:
-        ledger.unsharded -= root.whole_parameter_bytes
+    if job.regathers_root:
+        ledger.unsharded -= root.unsharded_parameter_bytes
         ledger.record(
             "root",
             None,
             "gathered root",
             request_bytes=root.gathered_bytes,
-            unsharded=root.whole_parameter_bytes,
+            unsharded=root.unsharded_parameter_bytes,
             communication=root.gathered_bytes,
             temporaries=job.final.saved_bytes,
         )
-        ledger.unsharded += root.whole_parameter_bytes
+        ledger.unsharded += root.unsharded_parameter_bytes
     ahead = _gathered_ahead(run, job.num_layers) if job.layered else 0
     ledger.record_tape("root", None, job.final.backward, communication=ahead)
 
 
 def _reduces(run: SimulationRun) -> bool:
-    """Whether gradients are reduced in this micro-batch, or kept whole for the last one."""
+    """Return whether gradients are reduced in this micro-batch, not kept unsharded for the last one."""
     recipe = run.job.recipe
     return recipe.reduce_each or run.ledger.micro_batch == recipe.accumulate - 1
 
 
-def _held_apart(run: SimulationRun) -> bool:
-    """Whether whole gradients of earlier micro-batches are alive."""
+def _accumulates_separately(run: SimulationRun) -> bool:
+    """Return whether unsharded gradients of earlier micro-batches are alive."""
     return run.ledger.micro_batch > 0 and not run.job.recipe.reduce_each
 
 
-def _hold_gradients(run: SimulationRun, left: int) -> None:
-    """Account for the gradients alive when `left` layers have still to run backward."""
+def _record_gradient_bytes(run: SimulationRun, left: int) -> None:
+    """Set the gradients that are alive when `left` layers have still to run backward."""
     ledger, job, recipe = run.ledger, run.job, run.job.recipe
     done, first = job.num_layers - left, ledger.micro_batch == 0
-    whole_layer, whole_root = job.held_layer_gradient_bytes, job.units.root.held_gradient_bytes
+    whole_layer, whole_root = (
+        job.accumulated_layer_gradient_bytes,
+        job.units.root.accumulated_gradient_bytes,
+    )
     if job.layered:
         ledger.communication = done * _all_reduced_bytes(run, job.units.layers[0])
     part = job.units.layers[0].gradient_bytes if job.layered and job.on_device else 0
@@ -76,13 +79,13 @@ def _hold_gradients(run: SimulationRun, left: int) -> None:
     if not recipe.reduce_each and recipe.accumulate > 1:
         # Summed, not what the layers leave of the total: ModernBERT's first layer lacks a norm.
         embedding = job.units.embedding
-        others = whole_root + (embedding.held_gradient_bytes if embedding else 0)
+        others = whole_root + (embedding.accumulated_gradient_bytes if embedding else 0)
         ledger.gradients = done * part if last else 0
         if job.layered:
             waiting = left if last else (done if first else job.num_layers)
             ledger.unsharded_gradients = waiting * whole_layer + (0 if first else others)
         elif not first:
-            new = 0 if recipe.adds_in_place else ledger.unsharded_gradients
+            new = 0 if recipe.accumulates_in_place else ledger.unsharded_gradients
             ledger.unsharded_gradients = whole_root + new
     elif recipe.optimizer_in_backward and last:
         ledger.gradients = 0 if first else job.gradient_bytes - done * part
@@ -93,9 +96,10 @@ def _hold_gradients(run: SimulationRun, left: int) -> None:
 
 
 def _all_reduced_bytes(run: SimulationRun, unit: UnitSizes) -> int:
-    """Return what replicas sum of a unit, kept by FSDP2 to the end of backward (AllReduceState).
+    """Return the bytes of a unit's all-reduce over replicas, which FSDP2 keeps to the end of backward
+    (AllReduceState).
 
-    Where it is not cast, it is the gradient itself, and outlives that only if it is applied at once.
+    Without a cast it is the gradient itself, and outlives that only if it is applied at once.
     """
     job, recipe = run.job, run.job.recipe
     if recipe.engine is not Engine.FSDP2 or job.ranks == job.units.shard_ranks or not _reduces(run):
@@ -105,25 +109,25 @@ def _all_reduced_bytes(run: SimulationRun, unit: UnitSizes) -> int:
 
 
 def _layer(run: SimulationRun, index: int, *, after: int) -> None:
-    """Write one layer: gather, recompute and run back, reduce; `after` stays behind it."""
+    """Record one layer: gather, recompute, run backward, reduce; `after` activations remain."""
     ledger, job = run.ledger, run.job
     cost = job.layer if ledger.micro_batch == 0 else job.adding_layer
     if not job.layered:
         ledger.record_tape("layer", index, cost.backward)
         return
-    unit, root_bytes = job.units.layers[index], job.units.root.whole_parameter_bytes
-    whole = unit.whole_parameter_bytes
+    unit, root_bytes = job.units.layers[index], job.units.root.unsharded_parameter_bytes
+    whole = unit.unsharded_parameter_bytes
     ledger.unsharded = root_bytes + (run.kept_bytes(index + 1) or whole)
-    if not job.keeps_whole:
+    if not job.keeps_unsharded:
         _regather(run, unit, index)
     ahead, reduces = _gathered_ahead(run, index), _reduces(run)
-    # FSDP2 holds the reduction before this one until this layer begins its own.
-    behind = unit.reduce_input_bytes if reduces and index < job.num_layers - 1 else 0
+    # FSDP2 holds the previous reduction until this layer begins its own.
+    previous = unit.reduce_input_bytes if reduces and index < job.num_layers - 1 else 0
     ledger.record_tape(
         "layer",
         index,
         cost.backward,
-        communication=ahead + (0 if job.fsdp1 else behind),
+        communication=ahead + (0 if job.fsdp1 else previous),
     )
     ledger.activations = after
     if job.fsdp1:
@@ -133,7 +137,7 @@ def _layer(run: SimulationRun, index: int, *, after: int) -> None:
             "flat gradient of one layer",
             request_bytes=unit.gathered_bytes,
             communication=ahead,
-            unsharded_gradients=unit.whole_gradient_bytes + unit.gathered_bytes,
+            unsharded_gradients=unit.unsharded_gradient_bytes + unit.gathered_bytes,
         )
     ledger.unsharded -= whole
     if reduces:
@@ -159,34 +163,34 @@ def _regather(run: SimulationRun, unit: UnitSizes, index: int) -> None:
 def _gathered_ahead(run: SimulationRun, index: int) -> int:
     """Return the bytes of the next unit of backward, gathered while this one computes."""
     job = run.job
-    if job.keeps_whole or (job.fsdp1 and job.recipe.prefetch is not Prefetch.PRE):
+    if job.keeps_unsharded or (job.fsdp1 and job.recipe.prefetch is not Prefetch.PRE):
         return 0
     following = job.units.layers[index - 1] if index > 0 else job.units.embedding
     if following is None:
         return 0
-    return following.whole_parameter_bytes if job.fsdp1 else following.gathered_bytes
+    return following.unsharded_parameter_bytes if job.fsdp1 else following.gathered_bytes
 
 
 def _reduce(
     run: SimulationRun, unit: UnitSizes, index: int | None, ahead: int, *, kept: int = 0
 ) -> None:
-    """Reduce one unit's gradients to this rank's part, in the reduce dtype, then in its own.
+    """Reduce one unit's gradients to this rank's shard, in the reduce dtype, then in its own.
 
-    `kept` are whole gradients that FSDP2 still names while it reduces.
+    `kept` are unsharded gradients that FSDP2 still references while it reduces.
     """
     ledger, recipe = run.ledger, run.job.recipe
     other = 0 if recipe.reduce is recipe.parameters else unit.reduce_output_bytes
-    part = unit.gradient_bytes
+    shard = unit.gradient_bytes
     if run.job.fsdp1:
-        raised = 0 if recipe.reduce is recipe.compute else unit.reduce_input_bytes
+        upcast = 0 if recipe.reduce is recipe.compute else unit.reduce_input_bytes
         ledger.record(
             unit.name,
             index,
             "reduced gradient",
-            request_bytes=max(part, raised),
-            communication=ahead + raised + other,
-            unsharded_gradients=unit.whole_gradient_bytes,
-            temporaries=part,
+            request_bytes=max(shard, upcast),
+            communication=ahead + upcast + other,
+            unsharded_gradients=unit.unsharded_gradient_bytes,
+            temporaries=shard,
         )
         return
     ledger.record(
@@ -195,67 +199,72 @@ def _reduce(
         "reduce-scatter input",
         request_bytes=unit.reduce_input_bytes,
         communication=ahead + unit.reduce_input_bytes,
-        # Gradients of earlier micro-batches hold this one's already.
-        unsharded_gradients=0 if _held_apart(run) else unit.whole_gradient_bytes,
+        # The accumulated gradients include this micro-batch's already.
+        unsharded_gradients=0 if _accumulates_separately(run) else unit.unsharded_gradient_bytes,
     )
     ledger.record(
         unit.name,
         index,
         "reduced gradient",
-        request_bytes=part,
+        request_bytes=shard,
         communication=ahead + unit.reduce_input_bytes + other,
-        unsharded_gradients=-unit.held_gradient_bytes if _held_apart(run) else kept,
-        temporaries=part,
+        unsharded_gradients=-unit.accumulated_gradient_bytes
+        if _accumulates_separately(run)
+        else kept,
+        temporaries=shard,
     )
 
 
 def _embedding(run: SimulationRun, unit: UnitSizes) -> None:
-    """Write the backward pass of an embedding that is a unit of its own."""
+    """Record the backward pass of an embedding that is a unit of its own."""
     ledger, job, reduces = run.ledger, run.job, _reduces(run)
-    behind = job.units.layers[0].reduce_input_bytes if reduces and not job.fsdp1 else 0
+    previous = job.units.layers[0].reduce_input_bytes if reduces and not job.fsdp1 else 0
     ledger.record(
         "embedding",
         None,
         "gradient of the embedding",
-        request_bytes=unit.whole_gradient_bytes,
-        unsharded=unit.whole_parameter_bytes,
-        communication=behind,
-        unsharded_gradients=unit.whole_gradient_bytes + (unit.gathered_bytes if job.fsdp1 else 0),
-        temporaries=job.layer.input_bytes + job.front_bytes,
+        request_bytes=unit.unsharded_gradient_bytes,
+        unsharded=unit.unsharded_parameter_bytes,
+        communication=previous,
+        unsharded_gradients=unit.unsharded_gradient_bytes
+        + (unit.gathered_bytes if job.fsdp1 else 0),
+        temporaries=job.layer.input_bytes + job.embedding_saved_bytes,
     )
     if not reduces:
         _keep_whole(run, unit, None, 0)
-        ledger.unsharded_gradients += unit.held_gradient_bytes
+        ledger.unsharded_gradients += unit.accumulated_gradient_bytes
         return
-    # The last gradient of a unit keeps its name until the unit is done: here it is the only one.
-    kept = 0 if job.fsdp1 else unit.whole_gradient_bytes
+    # The last gradient of a unit is referenced until the unit is done: here it is the only one.
+    kept = 0 if job.fsdp1 else unit.unsharded_gradient_bytes
     _reduce(run, unit, None, 0, kept=kept)
     _keep_or_apply(run, unit, 0, kept=kept)
     ledger.communication += _all_reduced_bytes(run, unit)
 
 
 def _root(run: SimulationRun) -> None:
-    """Write the end of backward: the root's gradients, the embedding's among them where it is."""
+    """Record the end of backward: the root's gradients, the embedding's included where it belongs to it."""
     ledger, job = run.ledger, run.job
     root, embedding, reduces = job.units.root, job.units.embedding, _reduces(run)
-    behind, held = 0, 0
+    previous, held = 0, 0
     if not job.fsdp1:
         before = embedding or (job.units.layers[0] if job.layered else None)
-        behind = before.reduce_input_bytes if before and reduces else 0
-        held = job.front_bytes + (0 if embedding else job.layer.input_bytes)
+        previous = before.reduce_input_bytes if before and reduces else 0
+        held = job.embedding_saved_bytes + (0 if embedding else job.layer.input_bytes)
     if not job.layered:
-        # The layers' gradients are the root's own here; those of micro-batches before stay apart.
-        ledger.unsharded_gradients = root.held_gradient_bytes if _held_apart(run) else 0
+        # The layers' gradients are the root's own here; those of earlier micro-batches are separate.
+        ledger.unsharded_gradients = (
+            root.accumulated_gradient_bytes if _accumulates_separately(run) else 0
+        )
     width = job.recipe.compute.size_bytes
     flat = root.gathered_bytes if job.fsdp1 else 0
-    added = ledger.unsharded_gradients > 0 and not job.layered and job.recipe.adds_in_place
-    new = rounded(root.largest_tensor_elements * width) if added else root.whole_gradient_bytes
+    added = ledger.unsharded_gradients > 0 and not job.layered and job.recipe.accumulates_in_place
+    new = rounded(root.largest_tensor_elements * width) if added else root.unsharded_gradient_bytes
     ledger.record(
         "root",
         None,
         "flat gradient of the root" if job.fsdp1 else "gradient of the root",
         request_bytes=flat or root.largest_tensor_elements * width,
-        communication=behind,
+        communication=previous,
         unsharded_gradients=new + flat,
         temporaries=held,
     )
@@ -268,11 +277,14 @@ def _root(run: SimulationRun) -> None:
 
 
 def _keep_whole(run: SimulationRun, unit: UnitSizes, index: int | None, ahead: int) -> None:
-    """Raise whole gradients to the reduce dtype where FSDP2 keeps them for a later micro-batch.
+    """Upcast unsharded gradients to the reduce dtype where FSDP2 keeps them for a later micro-batch.
 
-    One by one, each letting go of what it was raised from, the embedding's first.
+    One by one, the embedding's first; each frees what it was cast from.
     """
-    if unit.held_gradient_bytes <= unit.whole_gradient_bytes or run.ledger.micro_batch > 0:
+    if (
+        unit.accumulated_gradient_bytes <= unit.unsharded_gradient_bytes
+        or run.ledger.micro_batch > 0
+    ):
         return
     largest = rounded(unit.largest_tensor_elements * run.job.recipe.reduce.size_bytes)
     run.ledger.record(
@@ -281,12 +293,14 @@ def _keep_whole(run: SimulationRun, unit: UnitSizes, index: int | None, ahead: i
         "whole gradients in the reduce dtype",
         request_bytes=largest,
         communication=ahead,
-        unsharded_gradients=max(unit.held_gradient_bytes, unit.whole_gradient_bytes + largest),
+        unsharded_gradients=max(
+            unit.accumulated_gradient_bytes, unit.unsharded_gradient_bytes + largest
+        ),
     )
 
 
 def _keep_or_apply(run: SimulationRun, unit: UnitSizes, ahead: int, *, kept: int = 0) -> None:
-    """Keep a unit's reduced gradient; with the optimizer in backward, apply it and let it go."""
+    """Keep a unit's reduced gradient; with the optimizer in backward, apply it and free it."""
     ledger, job, recipe = run.ledger, run.job, run.job.recipe
     if not recipe.optimizer_in_backward or ledger.micro_batch < recipe.accumulate - 1:
         return
@@ -296,8 +310,8 @@ def _keep_or_apply(run: SimulationRun, unit: UnitSizes, ahead: int, *, kept: int
         ledger.optimizer += unit.optimizer_bytes
     update = update_temporaries(recipe, (unit,))
     if job.fsdp1:
-        # FSDP1 applies from within its reduction, which still names what it reduces.
-        kept = unit.whole_gradient_bytes
+        # FSDP1 applies it within its reduction, which still references what it reduces.
+        kept = unit.unsharded_gradient_bytes
         held = 0 if recipe.reduce is recipe.compute else unit.reduce_input_bytes
     else:
         held = unit.reduce_input_bytes
@@ -305,7 +319,7 @@ def _keep_or_apply(run: SimulationRun, unit: UnitSizes, ahead: int, *, kept: int
         unit.name,
         None,
         "optimizer update in backward",
-        request_bytes=unit.largest_piece_elements * job.recipe.parameters.size_bytes,
+        request_bytes=unit.largest_local_shard_elements * job.recipe.parameters.size_bytes,
         communication=ahead + held,
         unsharded_gradients=kept,
         temporaries=unit.gradient_bytes + update,
@@ -313,12 +327,12 @@ def _keep_or_apply(run: SimulationRun, unit: UnitSizes, ahead: int, *, kept: int
 
 
 def _finish(run: SimulationRun) -> None:
-    """Leave the ledger as they are between backward and what follows."""
+    """Set the ledger to what is alive after the backward pass."""
     ledger, job = run.ledger, run.job
     ledger.unsharded = ledger.communication = ledger.unsharded_gradients = ledger.activations = 0
     if not _reduces(run):
         ledger.gradients = 0
-        ledger.unsharded_gradients = job.units.total("held_gradient_bytes")
+        ledger.unsharded_gradients = job.units.total("accumulated_gradient_bytes")
         return
     applied = job.recipe.optimizer_in_backward and (ledger.micro_batch == job.recipe.accumulate - 1)
     ledger.gradients = 0 if applied else job.gradient_bytes

@@ -1,4 +1,4 @@
-"""A forward pass written into the ledger: gather a unit, run it, let it go."""
+"""Records a forward pass in the ledger: gather a unit, run it, free it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from services.shared.memory.planning.sharding_units import UnitSizes
 from services.shared.memory.recipe import Engine
 
 
-def write_forward(run: SimulationRun, *, first: bool) -> None:
-    """Write a training forward pass; afterwards activations hold all that backward needs."""
+def record_forward(run: SimulationRun, *, first: bool) -> None:
+    """Record a training forward pass; afterwards `activations` are all that backward needs."""
     ledger, job = run.ledger, run.job
     left = 0
     if job.fsdp1 and first:
         _lazy_init(run)
         left = _checkpoint_shards(run)
     elif job.fsdp1 and ledger.micro_batch == 0 and not job.recipe.optimizer_in_backward:
-        _leftover_gradients(run)
+        _previous_gradients(run)
     ledger.parameters += left
     _enter_root(run)
-    ledger.activations += job.front_bytes
+    ledger.activations += job.embedding_saved_bytes
     base = ledger.activations
     for index in run.indices():
         ledger.activations = base + run.saved_before(index)
@@ -28,19 +28,19 @@ def write_forward(run: SimulationRun, *, first: bool) -> None:
         _leave_layer(run, index)
     ledger.activations = base + run.saved_before(job.num_layers)
     ledger.record_tape("root", None, job.final.forward)
-    # Nothing is gathered after the root: its buffer goes when the root's forward returns.
+    # Nothing is gathered after the last layer: its buffer is freed when the root's forward returns.
     ledger.communication = 0
     ledger.parameters -= left
-    ledger.unsharded = job.units.root.whole_parameter_bytes + run.kept_bytes(job.num_layers)
+    ledger.unsharded = job.units.root.unsharded_parameter_bytes + run.kept_bytes(job.num_layers)
 
 
-def write_inference(run: SimulationRun) -> None:
-    """Write a forward pass that saves nothing, as in evaluation or in a teacher."""
+def record_inference(run: SimulationRun) -> None:
+    """Record a forward pass that saves nothing: an evaluation, or a teacher's."""
     ledger, job = run.ledger, run.job
     _enter_root(run)
     for index in run.indices():
         _enter_layer(run, index)
-        # The layer's input beside the embedding's output, which keeps its name to the end.
+        # The layer's input, besides the embedding's output, which is held to the end.
         held = job.layer.input_bytes if index else 0
         ledger.activations += held
         ledger.record_tape("layer", index, job.layer.inference)
@@ -50,21 +50,21 @@ def write_inference(run: SimulationRun) -> None:
 
 
 def _enter_root(run: SimulationRun) -> None:
-    """Gather the root and whatever runs before the first layer."""
+    """Gather the root and run what comes before the first layer."""
     ledger, job = run.ledger, run.job
     root, embedding = job.units.root, job.units.embedding
     ledger.record(
         "root",
         None,
         "gathered root",
-        request_bytes=max(root.whole_parameter_bytes, root.gathered_bytes),
-        unsharded=root.whole_parameter_bytes,
+        request_bytes=max(root.unsharded_parameter_bytes, root.gathered_bytes),
+        unsharded=root.unsharded_parameter_bytes,
         communication=_gather_bytes(run, root),
     )
-    ledger.unsharded = root.whole_parameter_bytes
+    ledger.unsharded = root.unsharded_parameter_bytes
     # FSDP2 holds a gather's buffer until the next unit has copied its own out.
     ledger.communication = 0 if job.fsdp1 else root.gathered_bytes
-    ledger.activations += job.tables_bytes + job.layer.input_bytes
+    ledger.activations += job.shared_input_bytes + job.layer.input_bytes
     if embedding is not None:
         _gather(run, embedding, None)
 
@@ -99,8 +99,8 @@ def _checkpoint_shards(run: SimulationRun) -> int:
     return rounded(shards * job.recipe.checkpoint.size_bytes)
 
 
-def _leftover_gradients(run: SimulationRun) -> None:
-    """FSDP1 with use_orig_params keeps flat gradients through zero_grad until its next pass."""
+def _previous_gradients(run: SimulationRun) -> None:
+    """FSDP1 with use_orig_params keeps flat gradients after zero_grad until its next pass."""
     job = run.job
     if job.layered and job.on_device:
         left = job.gradient_bytes - job.units.root.gradient_bytes
@@ -108,14 +108,14 @@ def _leftover_gradients(run: SimulationRun) -> None:
 
 
 def _gather(run: SimulationRun, unit: UnitSizes, index: int | None) -> None:
-    """Gather one unit beside what is gathered already."""
+    """Gather one unit in addition to those gathered already."""
     ledger = run.ledger
     ledger.record(
         unit.name,
         index,
         f"gathered {unit.name}",
-        request_bytes=max(unit.gathered_bytes, unit.whole_parameter_bytes),
-        unsharded=unit.whole_parameter_bytes,
+        request_bytes=max(unit.gathered_bytes, unit.unsharded_parameter_bytes),
+        unsharded=unit.unsharded_parameter_bytes,
         communication=_gather_bytes(run, unit),
     )
     if not run.job.fsdp1:
@@ -123,8 +123,8 @@ def _gather(run: SimulationRun, unit: UnitSizes, index: int | None) -> None:
 
 
 def _gather_bytes(run: SimulationRun, unit: UnitSizes) -> int:
-    """Return what a gather needs beside the whole unit: FSDP1's shard in compute dtype, FSDP2's
-    gathered buffer; and the shards on their way from the host where they are offloaded."""
+    """Return the bytes that a gather needs besides the unsharded unit: FSDP1's shard in compute dtype,
+    FSDP2's gathered buffer, and the shards copied from the host where they are offloaded."""
     extra = unit.compute_shard_bytes if run.job.fsdp1 else unit.gathered_bytes
     if not extra and run.job.recipe.engine is Engine.FSDP2:
         # With nothing to gather, parameters are cast one by one.
@@ -138,12 +138,12 @@ def _enter_layer(run: SimulationRun, index: int) -> None:
         return
     unit = job.units.layers[index]
     # Set, not added to: between the ends, layers are skipped.
-    ledger.unsharded = job.units.root.whole_parameter_bytes + run.kept_bytes(index)
+    ledger.unsharded = job.units.root.unsharded_parameter_bytes + run.kept_bytes(index)
     _gather(run, unit, index)
-    ledger.unsharded += unit.whole_parameter_bytes
+    ledger.unsharded += unit.unsharded_parameter_bytes
 
 
 def _leave_layer(run: SimulationRun, index: int) -> None:
     if run.job.layered:
         kept = run.kept_bytes(index + 1)
-        run.ledger.unsharded = run.job.units.root.whole_parameter_bytes + kept
+        run.ledger.unsharded = run.job.units.root.unsharded_parameter_bytes + kept

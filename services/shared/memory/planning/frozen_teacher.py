@@ -30,18 +30,18 @@ class Placement(str, Enum):
 class FrozenTeacher:
     """A teacher that only runs forward while its student trains.
 
-    `masked` says whether its attention gets an explicit mask (None: as the student's), `whole_only`
-    that our ranks cannot shard it.
+    `attention_mask` says whether its attention gets an explicit mask (None: as the student's),
+    `unshardable` that the ranks cannot shard it.
     """
 
     shape: Shape
     placement: Placement = Placement.SHARDED
-    masked: bool | None = None
-    whole_only: bool = False
+    attention_mask: bool | None = None
+    unshardable: bool = False
 
 
 def inference_recipe(student_recipe: Recipe, teacher: FrozenTeacher) -> Recipe:
-    """Return how the ranks hold a teacher: sharded as the trainer shards it, or whole and not wrapped."""
+    """Return the recipe of a teacher's forward pass: sharded like the student, or replicated."""
     whole = teacher.placement is Placement.REPLICATED
     return replace(
         student_recipe,
@@ -59,6 +59,8 @@ def inference_recipe(student_recipe: Recipe, teacher: FrozenTeacher) -> Recipe:
         loading=Loading.EVERY_RANK if whole else student_recipe.loading,
         upcast_after_wrap=False,
         attention_mask=(
-            student_recipe.attention_mask if teacher.masked is None else teacher.masked
+            student_recipe.attention_mask
+            if teacher.attention_mask is None
+            else teacher.attention_mask
         ),
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from services.shared.memory.hardware import Hardware
 from services.shared.memory.planning.plan_contract import HostPlanDict
 from services.shared.memory.planning.rank_job import RankJob
-from services.shared.memory.recipe import Loading, Offload, Recipe
+from services.shared.memory.recipe import Loading, Offload
 from services.shared.memory.sizes import GIB, MIB
 
 # torch, transformers and accelerate imported take 333 MiB of a process (measured 2026-11 on Debian
@@ -22,9 +22,9 @@ HOST_UNCERTAINTY_BYTES = 4 * GIB
 
 
 class HostPlan(NamedTuple):
-    """Bytes of the one host that all ranks share: always there, and the larger of the two moments.
+    """Bytes of host memory, over all ranks of the host.
 
-    Loading and training do not happen together; `export` comes last, over what training holds.
+    Loading and training do not coincide; `export` comes on top of what training holds.
     """
 
     processes: int
@@ -34,7 +34,7 @@ class HostPlan(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """The most of load, train and export."""
+        """The highest of loading, training and export."""
         training = self.processes + self.offloaded
         return max(self.processes + self.loading, training + self.export)
 
@@ -48,13 +48,13 @@ class HostPlan(NamedTuple):
         )
 
 
-def host_plan(job: RankJob, hardware: Hardware) -> HostPlan:
-    """Return the host memory of `job` with all ranks on one host."""
+def host_plan(job: RankJob, hardware: Hardware, *, teacher: RankJob | None = None) -> HostPlan:
+    """Return the host memory of `job`, with all ranks on one host; a `teacher` is loaded as well."""
     recipe, ranks = job.recipe, hardware.ranks
     units = job.units
     offloaded = 0
     if recipe.offload is not Offload.NONE:
-        # The update runs where the state is: gradients and parameters need a copy there too.
+        # The update runs where the state is: gradients and parameters need a copy on the host too.
         for part in ("optimizer_bytes", "parameter_bytes", "gradient_bytes"):
             offloaded += units.total(part)
     largest = max(unit.largest_tensor_elements for unit in units.all)
@@ -62,12 +62,13 @@ def host_plan(job: RankJob, hardware: Hardware) -> HostPlan:
     return HostPlan(
         processes=ranks * RANK_PROCESS_BYTES + workers,
         offloaded=offloaded * ranks,
-        loading=_loading(job, recipe, ranks),
+        loading=sum(_loading_bytes(loaded, ranks) for loaded in (job, teacher) if loaded),
         export=largest * recipe.compute.size_bytes,
     )
 
 
-def _loading(job: RankJob, recipe: Recipe, ranks: int) -> int:
+def _loading_bytes(job: RankJob, ranks: int) -> int:
+    recipe = job.recipe
     whole = job.shape.num_parameters * recipe.checkpoint.size_bytes
     if recipe.loading is Loading.RANK0:
         return whole

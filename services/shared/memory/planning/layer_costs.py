@@ -1,4 +1,4 @@
-"""What one layer costs while it runs, from its tape: kept for backward, needed for a moment."""
+"""The memory of one layer, from its tape: what it keeps for backward, and its peaks while it runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from services.shared.memory.recipe import Attention, Recipe
 
 
 class LayerCost(NamedTuple):
-    """One layer in bytes over what was alive when it began; moments are the rising maxima.
+    """One layer in bytes over what was alive when it began; moments are the successive maxima.
 
-    The input is the caller's to count; the gradient of the output is counted in `backward`, and what
-    forward saved is not. `saved_bytes` stay from forward to backward where nothing is recomputed,
+    The caller counts the input; `backward` counts the gradient of the output, but not what forward
+    saved. `saved_bytes` stay from forward to backward where nothing is recomputed,
     the input among them where `saves_input`: that of a layer whose norm comes last.
     """
 
@@ -85,15 +85,15 @@ def final_cost(dims: Dimensions, tokens: Tokens, *, saving: bool) -> FinalCost:
     """Return the cost of what follows the last layer."""
     size = tokens.total * dims.hidden_size * tokens.value_bytes
     tape = Tape(saving=saving)
-    x = tape.given(size, "last hidden state")
+    x = tape.external(size, "last hidden state")
     holders = x.holders
     out = play_final_norm(tape, dims, tokens, x)
     forward = tuple(tape.records)
-    # A LayerNorm saves its input; without a final norm the heads hold on to that themselves.
+    # A LayerNorm saves its input; without a final norm the heads save it themselves.
     kept = rounded(size) if out is x or x.holders > holders else 0
     saved = kept if out is x else kept + tape.live_bytes
-    tape.drop(out)  # the heads let go of it before its gradient is made
-    tape.restart()
+    tape.drop(out)  # the heads release it before its gradient is allocated
+    tape.reset_records()
     if saving and out is not x:
         # The gradient of the one pooled token is a whole tensor of zeros but for its row.
         tape.play_backward(out, tape.op("pooling backward", size))
@@ -101,23 +101,24 @@ def final_cost(dims: Dimensions, tokens: Tokens, *, saving: bool) -> FinalCost:
     return FinalCost(forward, saved, backward)
 
 
-def front_bytes(dims: Dimensions, tokens: Tokens) -> int:
-    """Return what the part before the first layer keeps for its backward pass."""
+def embedding_saved_bytes(dims: Dimensions, tokens: Tokens) -> int:
+    """Return the bytes that the embedding keeps for its backward pass."""
     width = rounded(tokens.total * dims.hidden_size * tokens.value_bytes)
     kept = 0
-    if dims.family in _NORM_IN_FRONT:
+    if dims.family in _EMBEDDING_NORM:
         kept += width + 2 * rounded(4 * tokens.total)
-    if dims.dropout and tokens.training and dims.family in _DROPOUT_IN_FRONT:
+    if dims.dropout and tokens.training and dims.family in _EMBEDDING_DROPOUT:
         kept += width // (1 if tokens.cpu_kernels else tokens.value_bytes)
     return kept
 
 
-_NORM_IN_FRONT = BERT_LIKE | {Family.MODERNBERT}
-_DROPOUT_IN_FRONT = BERT_LIKE | {Family.GPT_BIGCODE}
+_EMBEDDING_NORM = BERT_LIKE | {Family.MODERNBERT}
+_EMBEDDING_DROPOUT = BERT_LIKE | {Family.GPT_BIGCODE}
 
 
 def mask_bytes(dims: Dimensions, tokens: Tokens) -> int:
-    """Return the attention masks that layers share: one, or two where only some slide a window."""
+    """Return the bytes of the attention masks that layers share: one, or two where only some layers
+    have a sliding window."""
     if not tokens.mask:
         return 0
     value = tokens.value_bytes if tokens.attention is Attention.EAGER else 1
@@ -126,12 +127,14 @@ def mask_bytes(dims: Dimensions, tokens: Tokens) -> int:
     return 2 * mask if mixed else mask
 
 
-def tables_bytes(dims: Dimensions, tokens: Tokens) -> int:
-    """Return what all layers share: the attention mask, rotary tables and the batch itself."""
+def shared_input_bytes(dims: Dimensions, tokens: Tokens) -> int:
+    """Return the bytes that all layers share: the attention mask, rotary tables and the batch."""
     length, c = tokens.sequence_length, tokens.value_bytes
     rotary = 0
     if dims.family not in _WITHOUT_ROTARY:
-        tables = 4 if dims.family is Family.GEMMA3 else 2  # Gemma 3: one base for each kind
+        tables = (
+            4 if dims.family is Family.GEMMA3 else 2
+        )  # Gemma 3: one for global, one for local layers
         rotary = tables * rounded(c * length * dims.head_dim)
     return mask_bytes(dims, tokens) + rotary + 2 * rounded(8 * tokens.total)
 
@@ -150,7 +153,7 @@ class _Forward(NamedTuple):
 
 def _forward(dims: Dimensions, tokens: Tokens, size: int, *, saving: bool) -> _Forward:
     tape = Tape(saving=saving)
-    x = tape.given(size, "layer input")
+    x = tape.external(size, "layer input")
     holders = x.holders
     out = play_layer(tape, dims, tokens, x, recompute=False)
     saves_input = x.holders > holders
@@ -163,7 +166,7 @@ def _backward(
 ) -> tuple[Moment, ...]:
     """Play a layer backward: recomputed first when checkpointed, else over what forward saved."""
     tape = Tape(saving=True, adding=adding)
-    x = tape.given(size, "layer input")
+    x = tape.external(size, "layer input")
     if checkpointed:
         gradient = tape.op("incoming gradient", size)
         out = play_layer(tape, dims, tokens, x, recompute=True)
@@ -173,7 +176,7 @@ def _backward(
     out = play_layer(tape, dims, tokens, x, recompute=False)
     tape.drop(out)
     saved = tape.live_bytes
-    tape.restart()
+    tape.reset_records()
     tape.play_backward(out, tape.op("incoming gradient", size))
     records = [m._replace(live_bytes=m.live_bytes - saved) for m in tape.records]
     return tuple(moment for moment in records if moment.live_bytes > 0)

@@ -1,6 +1,6 @@
 """The operations of one transformer layer, family by family, as transformers runs them.
 
-Each layer was read off the operations that a dry run of the family dispatches (transformers 5.12 to
+Each sequence was taken from the operations that a dry run of the family dispatches (transformers 5.12 to
 5.24, torch 2.5 and 2.13, CPU kernels for a fake device).
 """
 
@@ -40,12 +40,12 @@ def play_layer(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value, *, recomp
     if dims.family in LLAMA_LIKE or dims.family is Family.PHI3:
         return layer.gated_decoder(x)
     if dims.family is Family.MODERNBERT:
-        return layer.modern_encoder(x)
+        return layer.modernbert(x)
     return layer.pre_norm(x)
 
 
 def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> Value:
-    """Run what follows the last layer; models without a final norm hand `x` on."""
+    """Run what follows the last layer; return `x` for models without a final norm."""
     layer = _Layer(tape, dims, tokens, recompute=False)
     if dims.family in BERT_LIKE:
         return x
@@ -58,46 +58,46 @@ class _Layer(Operations):
     """A layer as the sequence of its operations."""
 
     def gated_decoder(self, x: Value) -> Value:
-        """Llama and its kin: norm, attention, add, norm, gated MLP, add."""
+        """Llama and its derivatives: norm, attention, add, norm, gated MLP, add."""
         tape, dims = self.tape, self.dims
         normed = self.rms_norm(x, dims.hidden_size, 1, "input norm")
         attended = self.rotary_attention(normed)
         tape.drop(normed)
         if self.sandwich:
-            attended = self.renormed(attended, "post-attention norm")
+            attended = self.output_norm(attended, "post-attention norm")
         middle = self.add(x, attended, self.hidden_bytes)
         tape.drop(attended)
         normed = self.rms_norm(middle, dims.hidden_size, 1, "MLP norm")
-        # Gemma 2 and 3 end in a norm, which saves: nothing of the MLP is skipped on recomputing.
+        # Gemma 2 and 3 end in a norm, which saves its input: recomputing skips nothing of the MLP.
         output_bytes = self.hidden_bytes if self.sandwich else self.output_bytes
         mlp = self.gated_mlp(normed, output_bytes)
         tape.drop(normed)
         if self.sandwich:
-            mlp = self.renormed(mlp, "post-MLP norm")
+            mlp = self.output_norm(mlp, "post-MLP norm")
         out = self.add(middle, mlp, self.output_bytes)
         tape.drop(middle, mlp)
         return out
 
     def post_norm(self, x: Value) -> Value:
-        """BERT and its kin: attention, add and norm, MLP, add and norm."""
+        """BERT and its derivatives: attention, add and norm, MLP, add and norm."""
         tape, dims = self.tape, self.dims
         attended = self.plain_attention(x)
         if dims.family is not Family.DISTILBERT:
             attended = self.dropout(attended)
-        middle = self.added_and_normed(x, attended, "attention")
+        middle = self.add_and_norm(x, attended, "attention")
         wide = self.linear(middle, self.wide_bytes, "MLP up", bias=True)
         active = self.unary(wide, "GELU")
         tape.drop(wide)
         narrow = self.linear(active, self.hidden_bytes, "MLP down", bias=True)
         tape.drop(active)
-        out = self.added_and_normed(middle, self.dropout(narrow), "MLP")
+        out = self.add_and_norm(middle, self.dropout(narrow), "MLP")
         tape.drop(middle)
         return out
 
     def pre_norm(self, x: Value) -> Value:
-        """GPT-NeoX, GPT-BigCode and OPT: LayerNorms in front, an MLP without a gate."""
+        """GPT-NeoX, GPT-BigCode and OPT: pre-norm with LayerNorms, an MLP without a gate."""
         tape = self.tape
-        # GPT-NeoX runs attention and MLP side by side from the same input.
+        # GPT-NeoX runs attention and MLP in parallel on the same input.
         parallel = self.dims.family is Family.GPT_NEOX
         normed = self.layer_norm(x, "input norm")
         attended = self.dropout(self.plain_attention(normed))
@@ -116,7 +116,7 @@ class _Layer(Operations):
         tape.drop(normed, mlp, *(() if parallel else (middle,)))
         return out
 
-    def modern_encoder(self, x: Value) -> Value:
+    def modernbert(self, x: Value) -> Value:
         """ModernBERT: pre-norm, fused q/k/v with rotary positions, fused gate and up."""
         tape = self.tape
         normed = self.layer_norm(x, "input norm")
@@ -140,26 +140,26 @@ class _Layer(Operations):
         else:
             query = self.linear(normed, heads.query_bytes, "query", bias=dims.attention_bias)
             if dims.qk_norm:
-                query = self.head_normed(query, dims.num_heads)
+                query = self.norm_heads(query, dims.num_heads)
             key = self.linear(normed, heads.key_bytes, "key", bias=dims.attention_bias)
             if dims.qk_norm:
-                key = self.head_normed(key, dims.num_kv_heads)
+                key = self.norm_heads(key, dims.num_kv_heads)
             value = self.linear(normed, heads.key_bytes, "value", bias=dims.attention_bias)
         if dims.family is Family.MODERNBERT and self.value_bytes < 4:
-            raised = self.rotate_raised(query), self.rotate_raised(key)
-            turned_query = self.lowered(raised[0], heads.query_bytes, "rotary")
-            turned_key = self.lowered(raised[1], heads.key_bytes, "rotary")
-            tape.drop(*raised)
+            wide = self.apply_rope_in_float32(query), self.apply_rope_in_float32(key)
+            rotated_query = self.downcast(wide[0], heads.query_bytes, "rotary")
+            rotated_key = self.downcast(wide[1], heads.key_bytes, "rotary")
+            tape.drop(*wide)
         else:
-            turned_query, turned_key = self.rotate(query), self.rotate(key)
+            rotated_query, rotated_key = self.apply_rope(query), self.apply_rope(key)
         tape.drop(query, key)
-        context = attend(tape, heads, self.kernel, (turned_query, turned_key, value))
+        context = attend(tape, heads, self.kernel, (rotated_query, rotated_key, value))
         out = self.linear(context, self.hidden_bytes, "attention output", bias=dims.output_bias)
-        tape.drop(context, turned_query, turned_key, value)
+        tape.drop(context, rotated_query, rotated_key, value)
         return out
 
     def plain_attention(self, x: Value) -> Value:
-        """Attention without positions of its own: three projections, or one fused."""
+        """Attention over three projections, or one fused; only GPT-NeoX rotates its queries and keys."""
         tape, dims, heads = self.tape, self.dims, self.heads
         if dims.family in BERT_LIKE or dims.family is Family.OPT:
             parts = [
@@ -170,9 +170,9 @@ class _Layer(Operations):
         else:
             query, key, value = self.fused_projection(x)
         if dims.family is Family.GPT_NEOX:
-            turned = self.rotate(query), self.rotate(key)
+            rotated = self.apply_rope(query), self.apply_rope(key)
             tape.drop(query, key)
-            query, key = turned
+            query, key = rotated
         context = attend(tape, heads, self.kernel, (query, key, value))
         out = self.linear(context, self.hidden_bytes, "attention output", bias=dims.output_bias)
         tape.drop(context, query, key, value)
@@ -205,7 +205,7 @@ class _Layer(Operations):
         return down
 
     def plain_mlp(self, x: Value) -> Value:
-        """down(act(up(x))) with a dropout behind."""
+        """down(act(up(x))), then dropout."""
         bias = self.dims.mlp_bias
         wide = self.linear(x, self.wide_bytes, "MLP up", bias=bias)
         active = self.unary(wide, "activation", keeps_output=self.dims.family is Family.OPT)

@@ -2,7 +2,7 @@
 
 Order of events and lifetimes follow torch 2.5's FullyShardedDataParallel and torch 2.13's
 fully_shard; both were read and traced. All points of a step are given in the order in which they
-happen, so the first point past a budget is where a run on such a device dies.
+happen, so a run with a given budget fails at the first point that exceeds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.shared.memory.planning.allocation_tape import Moment
 
 
 class PlanPhase(str, Enum):
-    """What a job is doing; the names of the plan's contract, and evaluation."""
+    """A phase of a training job, by the names of the plan's JSON."""
 
     LOAD = "load"
     WRAP = "wrap"
@@ -29,12 +29,12 @@ class PlanPhase(str, Enum):
 
 
 class Components(NamedTuple):
-    """Live bytes by what they are; the sum is everything alive.
+    """Live bytes by kind; the sum is everything alive.
 
-    `parameters`, `gradients` and `optimizer` are this rank's own parts; `unsharded` are whole
+    `parameters`, `gradients` and `optimizer` are this rank's shards; `unsharded` are gathered
     parameters in compute dtype, `communication` buffers of gathers and reductions,
     `unsharded_gradients` whole gradients not yet reduced; `activations` live from forward to
-    backward, `temporaries` for a moment. `other_model` is the teacher beside a student.
+    backward, `temporaries` for a moment. `other_model` is the teacher of a distillation.
     """
 
     parameters: int = 0
@@ -49,12 +49,10 @@ class Components(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One moment of a step: where it is, what is alive, and the request that made it so.
+    """One moment of a step: its place, what is alive, and the request that led to it.
 
-    `step` counts from 1, `micro_batch` and `layer` from 0.
-
-    `rising` holds the maxima inside the point, over `base_bytes`, in order; the last is the point's
-    own `live_bytes`, and its components are `components`.
+    `step` counts from 1, `micro_batch` and `layer` from 0. `maxima` are the successive maxima within
+    the point, over `base_bytes`; the last is `live_bytes`, whose parts are `components`.
     """
 
     phase: PlanPhase
@@ -67,16 +65,16 @@ class Point(NamedTuple):
     live_bytes: int
     components: Components
     base_bytes: int
-    rising: tuple[Moment, ...]
+    maxima: tuple[Moment, ...]
 
     @property
     def allocated_bytes(self) -> int:
-        """What is allocated just before the request."""
+        """Bytes allocated just before the request."""
         return self.live_bytes - self.request_bytes
 
 
 class Crossing(NamedTuple):
-    """The first request that a budget refuses: what is allocated, what is asked, and where."""
+    """The first request that exceeds a budget: what is allocated, what is requested, and where."""
 
     allocated_bytes: int
     request_bytes: int
@@ -111,7 +109,7 @@ class MemoryLedger:
         unsharded_gradients: int = 0,
         temporaries: int = 0,
     ) -> None:
-        """Record a point with what is alive now and, for this moment only, the amounts given."""
+        """Record a point: what is alive now and, for this moment only, the amounts passed."""
         components = Components(
             self.parameters,
             self.gradients,
@@ -136,7 +134,7 @@ class MemoryLedger:
         unsharded: int = 0,
         communication: int = 0,
     ) -> None:
-        """Record a point for a tape played on top of what is alive now and the amounts given."""
+        """Record a point for a tape played over what is alive now and the amounts passed."""
         if not moments:
             return
         worst = moments[-1]
@@ -152,8 +150,8 @@ class MemoryLedger:
             self.other_model,
         )
         base = sum(components) - worst.live_bytes
-        rising = tuple(moments)
-        self._append(unit, layer, worst.what, worst.request_bytes, components, base, rising)
+        maxima = tuple(moments)
+        self._append(unit, layer, worst.what, worst.request_bytes, components, base, maxima)
 
     def _append(
         self,
@@ -163,9 +161,9 @@ class MemoryLedger:
         request_bytes: int,
         components: Components,
         base_bytes: int,
-        rising: tuple[Moment, ...],
+        maxima: tuple[Moment, ...],
     ) -> None:
-        live = base_bytes + rising[-1].live_bytes
+        live = base_bytes + maxima[-1].live_bytes
         self.points.append(
             Point(
                 self.phase,
@@ -178,17 +176,17 @@ class MemoryLedger:
                 live,
                 components,
                 base_bytes,
-                rising,
+                maxima,
             )
         )
 
 
-def first_past(points: Sequence[Point], budget_bytes: int) -> Crossing | None:
-    """Return the first request that would lift the allocated bytes over `budget_bytes`."""
+def first_exceeding(points: Sequence[Point], budget_bytes: int) -> Crossing | None:
+    """Return the first request that would take the allocated bytes above `budget_bytes`."""
     for point in points:
         if point.live_bytes <= budget_bytes:
             continue
-        for moment in point.rising:
+        for moment in point.maxima:
             live = point.base_bytes + moment.live_bytes
             if live > budget_bytes:
                 allocated = live - moment.request_bytes

@@ -1,7 +1,7 @@
 """The operations that layers are made of, with what each allocates, saves and frees.
 
 Sizes: T = tokens of the micro-batch on one rank, S = sequence length, h = hidden size; one value takes
-`value_bytes` (compute dtype), 4 where a norm or a softmax raises to float32.
+`value_bytes` (compute dtype), 4 where a norm or a softmax upcasts to float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.shared.memory.recipe import Attention
 
 
 class Tokens(NamedTuple):
-    """What passes a layer: the batch, the compute width, and which kernels run."""
+    """One micro-batch as a layer sees it: its size, the compute width, and which kernels run."""
 
     batch: int
     sequence_length: int
@@ -31,9 +31,9 @@ class Tokens(NamedTuple):
         return self.batch * self.sequence_length
 
 
-# One part in so many of each head is turned: partial_rotary_factor (Phi-3: whole heads, but written
-# as a part) and rotary_pct (GPT-NeoX, Pythia: 0.25).
-_TURNED = {Family.PHI3: 1, Family.GPT_NEOX: 4}
+# Heads are rotated in part, 1 / n of their width: partial_rotary_factor (Phi-3: 1, by the same code)
+# and rotary_pct (GPT-NeoX, Pythia: 0.25).
+_ROTATED_DIVISOR = {Family.PHI3: 1, Family.GPT_NEOX: 4}
 
 
 # OPT drops hidden states only: attention_dropout is 0 in its configs.
@@ -41,7 +41,7 @@ _ATTENTION_DROPOUT = BERT_LIKE | {Family.GPT_BIGCODE}
 
 
 class Operations:
-    """Operations on one tape with the sizes of one layer at hand.
+    """Operations on one tape, with the sizes of one layer.
 
     `recompute` gives the layer's last operations no output: checkpointing stops before them.
     """
@@ -61,7 +61,7 @@ class Operations:
             softcap=dims.family is Family.GEMMA2,
             softmax_float32=dims.family not in BERT_LIKE,
             cpu=tokens.cpu_kernels,
-            lays_out=dims.family in _TURNED,
+            head_major_queries=dims.family in _ROTATED_DIVISOR,
         )
         self.heads = Heads(
             tokens.batch,
@@ -100,12 +100,12 @@ class Operations:
         return self.tape.op(what, x.size_bytes, gradient, saves=saves, saves_out=keeps_output)
 
     def add(self, left: Value, right: Value, out_bytes: int) -> Value:
-        """A sum: nothing saved, the gradient handed on to both."""
+        """A sum: saves nothing, passes its gradient on to both."""
         both = [Gradient(left, alias=True), Gradient(right, alias=True)]
         return self.tape.op("residual", out_bytes, both)
 
     def dropout(self, x: Value) -> Value:
-        """Dropout in training: a mask of one byte a value, of x's width with CPU kernels."""
+        """Dropout in training: a mask of one byte per value, or of x's width with CPU kernels; releases `x`."""
         if not (self.dims.dropout and self.tokens.training):
             return x
         mask_bytes = x.size_bytes // (1 if self.tokens.cpu_kernels else self.value_bytes)
@@ -129,11 +129,11 @@ class Operations:
         )
 
     def rms_norm(self, x: Value, width: int, rows: int, what: str) -> Value:
-        """An RMS norm written out in float32, over `rows` vectors of `width` a token."""
+        """An unfused RMS norm in float32, over `rows` vectors of `width` a token."""
         tape, count = self.tape, self.count * rows
         wide, row = 4 * count * width, 4 * count
-        raised = self._raised(x, wide, what)
-        squared = tape.op(what, wide, [Gradient(raised, wide, (wide, wide))], saves=[raised])
+        upcast = self._upcast(x, wide, what)
+        squared = tape.op(what, wide, [Gradient(upcast, wide, (wide, wide))], saves=[upcast])
         mean = tape.op(what, row, [Gradient(squared, wide)])
         tape.drop(squared)
         shifted = tape.op(what, row, [Gradient(mean, alias=True)])
@@ -142,41 +142,41 @@ class Operations:
         scaled = tape.op(
             what,
             wide,
-            [Gradient(raised, wide), Gradient(inverse, row, (wide,))],
-            saves=[raised, inverse],
+            [Gradient(upcast, wide), Gradient(inverse, row, (wide,))],
+            saves=[upcast, inverse],
         )
-        tape.drop(raised)
+        tape.drop(upcast)
         if self.gemma:
             out = self._gemma_weight(scaled, x, width, what)
             tape.drop(scaled)
         else:
-            lowered = self.lowered(scaled, x.size_bytes, what)
+            narrow = self.downcast(scaled, x.size_bytes, what)
             out = tape.op(
                 what,
                 x.size_bytes,
-                [Gradient(lowered, x.size_bytes, (x.size_bytes,))],
-                saves=[lowered],
+                [Gradient(narrow, x.size_bytes, (x.size_bytes,))],
+                saves=[narrow],
                 weight_bytes=[width * self.value_bytes],
             )
-            tape.drop(lowered, scaled)
+            tape.drop(narrow, scaled)
         tape.drop(mean, inverse)
         return out
 
-    def _raised(self, x: Value, wide: int, what: str) -> Value:
+    def _upcast(self, x: Value, wide: int, what: str) -> Value:
         if x.size_bytes == wide:
             x.holders += 1
             return x
         return self.tape.op(what, wide, [Gradient(x, x.size_bytes)])
 
-    def lowered(self, x: Value, size_bytes: int, what: str) -> Value:
-        """Cast down, or name the same tensor again; `x` stays named."""
+    def downcast(self, x: Value, size_bytes: int, what: str) -> Value:
+        """Cast down, or return the same tensor; the caller still holds `x`."""
         if x.size_bytes == size_bytes:
             x.holders += 1
             return x
         return self.tape.op(what, size_bytes, [Gradient(x, x.size_bytes)])
 
     def _gemma_weight(self, scaled: Value, x: Value, width: int, what: str) -> Value:
-        """Gemma multiplies by (1 + weight) in float32 and only then lowers."""
+        """Gemma multiplies by (1 + weight) in float32, and casts down afterwards."""
         wide = scaled.size_bytes
         product = self.tape.op(
             what,
@@ -191,55 +191,61 @@ class Operations:
         self.tape.drop(product)
         return out
 
-    def head_normed(self, x: Value, heads: int) -> Value:
+    def norm_heads(self, x: Value, heads: int) -> Value:
+        """The RMS norm of each query or key head; releases `x`."""
         normed = self.rms_norm(x, self.dims.head_dim, heads, "head norm")
         self.tape.drop(x)
         return normed
 
-    def renormed(self, x: Value, what: str) -> Value:
+    def output_norm(self, x: Value, what: str) -> Value:
+        """The norm behind a block, as in Gemma 2 and 3; releases `x`."""
         normed = self.rms_norm(x, self.dims.hidden_size, 1, what)
         self.tape.drop(x)
         return normed
 
-    def rotate(self, x: Value) -> Value:
-        """x * cos + rotate_half(x) * sin: nothing saved but the positions' own tables.
+    def apply_rope(self, x: Value) -> Value:
+        """x * cos + rotate_half(x) * sin: saves nothing but the tables of the positions.
 
-        Where only a part of each head turns, the rest is joined to it in a new tensor.
+        Where only a part of each head is rotated, the rest is concatenated to it in a new tensor.
         """
         tape, whole = self.tape, x.size_bytes
-        size = whole // _TURNED.get(self.dims.family, 1)
-        straight = tape.op("rotary", size, [Gradient(x, size)])
-        turned = tape.op("rotary", size, [Gradient(x, size, (size,))], extra_bytes=[size // 2])
-        sine = tape.op("rotary", size, [Gradient(turned, size)])
-        tape.drop(turned)
-        both = [Gradient(straight, alias=True), Gradient(sine, alias=True)]
+        size = whole // _ROTATED_DIVISOR.get(self.dims.family, 1)
+        cosine = tape.op("rotary", size, [Gradient(x, size)])
+        rotated = tape.op("rotary", size, [Gradient(x, size, (size,))], extra_bytes=[size // 2])
+        sine = tape.op("rotary", size, [Gradient(rotated, size)])
+        tape.drop(rotated)
+        both = [Gradient(cosine, alias=True), Gradient(sine, alias=True)]
         out = tape.op("rotary", size, both)
-        tape.drop(straight, sine)
-        if self.dims.family not in _TURNED:
+        tape.drop(cosine, sine)
+        if self.dims.family not in _ROTATED_DIVISOR:
             return out
-        joined = tape.op("rotary", whole, [Gradient(out, alias=True), Gradient(x, alias=True)])
+        concatenated = tape.op(
+            "rotary", whole, [Gradient(out, alias=True), Gradient(x, alias=True)]
+        )
         tape.drop(out)
-        return joined
+        return concatenated
 
-    def rotate_raised(self, x: Value) -> Value:
-        """ModernBERT turns in float32, raising the input once for each of the two products."""
+    def apply_rope_in_float32(self, x: Value) -> Value:
+        """ModernBERT rotates in float32, and upcasts the input once for each of the two products."""
         tape, size = self.tape, x.size_bytes
         wide = size * 4 // self.value_bytes
-        raised = tape.op("rotary", wide, [Gradient(x, size)])
-        straight = tape.op("rotary", wide, [Gradient(raised, wide)])
-        tape.drop(raised)
-        raised = tape.op("rotary", wide, [Gradient(x, size)])
-        turned = tape.op("rotary", wide, [Gradient(raised, wide, (wide,))], extra_bytes=[wide // 2])
-        tape.drop(raised)
-        sine = tape.op("rotary", wide, [Gradient(turned, wide)])
-        tape.drop(turned)
-        both = [Gradient(straight, alias=True), Gradient(sine, alias=True)]
+        upcast = tape.op("rotary", wide, [Gradient(x, size)])
+        cosine = tape.op("rotary", wide, [Gradient(upcast, wide)])
+        tape.drop(upcast)
+        upcast = tape.op("rotary", wide, [Gradient(x, size)])
+        rotated = tape.op(
+            "rotary", wide, [Gradient(upcast, wide, (wide,))], extra_bytes=[wide // 2]
+        )
+        tape.drop(upcast)
+        sine = tape.op("rotary", wide, [Gradient(rotated, wide)])
+        tape.drop(rotated)
+        both = [Gradient(cosine, alias=True), Gradient(sine, alias=True)]
         out = tape.op("rotary", wide, both)
-        tape.drop(straight, sine)
+        tape.drop(cosine, sine)
         return out
 
     def fused_projection(self, x: Value) -> tuple[Value, Value, Value]:
-        """One product for q, k and v; the three are views whose gradients are joined."""
+        """One product for q, k and v; the three are views whose gradients are concatenated."""
         tape, heads = self.tape, self.heads
         total = heads.query_bytes + 2 * heads.key_bytes
         fused = self.linear(x, total, "query, key and value", bias=self.dims.attention_bias)
@@ -248,7 +254,8 @@ class Operations:
         tape.drop(fused)
         return query, key, value
 
-    def added_and_normed(self, x: Value, y: Value, what: str) -> Value:
+    def add_and_norm(self, x: Value, y: Value, what: str) -> Value:
+        """The LayerNorm of a residual sum; releases `y`."""
         summed = self.add(x, y, self.hidden_bytes)
         out = self.layer_norm(summed, f"{what} norm")
         self.tape.drop(summed, y)

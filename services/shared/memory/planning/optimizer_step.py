@@ -1,4 +1,4 @@
-"""The optimizer step written into the ledger: state as it is created, and what the update needs."""
+"""Records the optimizer step in the ledger: state as it is created, and the update's temporaries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.shared.memory.planning.sharding_units import UnitSizes, moments_by
 from services.shared.memory.recipe import Optimizer, OptimizerImpl, Recipe
 
 # Live float32 and integer temporaries, in bytes an element by the width of parameters, at the worst
-# moment of the update of one piece or chunk of it; counted by a dry run of services/shared/training/
+# moment of the update of one shard or chunk of it; counted by a dry run of services/shared/training/
 # {adamw_bf16,adamw_8bit,adafactor}.py.
 _UPDATE_BYTES = {
     Optimizer.ADAMW_BF16: {4: 31, 2: 31},
@@ -21,19 +21,19 @@ _UPDATE_BYTES = {
 _CHUNK_ELEMENTS = {Optimizer.ADAMW_BF16: 16 * 2**20, Optimizer.ADAMW_8BIT: 4 * 2**20}
 
 
-def write_update(run: SimulationRun, *, first: bool) -> None:
-    """Write the update of all parameters, unless each was updated in backward."""
+def record_update(run: SimulationRun, *, first: bool) -> None:
+    """Record the update of all parameters, unless each was updated in backward."""
     ledger, job = run.ledger, run.job
     if job.recipe.optimizer_in_backward or not job.state_on_device:
         ledger.optimizer, ledger.gradients = job.state_bytes, 0
         return
     if not run.ends_only and job.recipe.optimizer in _TORCH_ADAMW:
-        _write_tensor_by_tensor(run, first=first)
+        _record_tensor_by_tensor(run, first=first)
     if first and job.recipe.optimizer in _CHUNK_ELEMENTS:
-        _write_first_small(run)
+        _record_first_small(run)
     else:
         ledger.optimizer = job.state_bytes
-        largest = max(unit.largest_piece_elements for unit in job.units.all)
+        largest = max(unit.largest_local_shard_elements for unit in job.units.all)
         ledger.record(
             "all",
             None,
@@ -44,27 +44,27 @@ def write_update(run: SimulationRun, *, first: bool) -> None:
     ledger.optimizer, ledger.gradients = job.state_bytes, 0
 
 
-def _write_first_small(run: SimulationRun) -> None:
-    """Write the moment of a first update of small moments that takes most.
+def _record_first_small(run: SimulationRun) -> None:
+    """Record the peak of the first update of an optimizer with small moments.
 
-    State comes piece by piece, so the temporaries of a large early piece lie beside little of it.
+    State is created shard by shard, so the temporaries of a large early shard coincide with little of it.
     """
     ledger, recipe = run.ledger, run.job.recipe
     state, most = 0, (0, 0, 0, "")
-    for name, count in run.job.pieces:
+    for name, count in run.job.local_shards:
         state += moments_bytes(count, recipe.optimizer, recipe.parameters.size_bytes)
-        needed = _piece_temporaries(recipe, count)
+        needed = _shard_temporaries(recipe, count)
         most = max(most, (state + needed, state, needed, name))
     _, ledger.optimizer, needed, name = most
     ledger.record("all", None, f"update of {name}", request_bytes=needed, temporaries=needed)
 
 
 def update_temporaries(recipe: Recipe, units: Sequence[UnitSizes]) -> int:
-    """Return the bytes that the update of `units` together allocates for a moment."""
+    """Return the bytes that one update of `units` allocates temporarily."""
     p = recipe.parameters.size_bytes
-    largest = max(unit.largest_piece_elements for unit in units)
+    largest = max(unit.largest_local_shard_elements for unit in units)
     if recipe.optimizer in _UPDATE_BYTES:
-        return _piece_temporaries(recipe, largest)
+        return _shard_temporaries(recipe, largest)
     if recipe.optimizer is Optimizer.SGD or recipe.optimizer_impl is OptimizerImpl.FUSED:
         return 0
     if recipe.optimizer_impl is OptimizerImpl.FOREACH:
@@ -73,7 +73,7 @@ def update_temporaries(recipe: Recipe, units: Sequence[UnitSizes]) -> int:
     return 2 * rounded(p * largest)
 
 
-def _piece_temporaries(recipe: Recipe, count: int) -> int:
+def _shard_temporaries(recipe: Recipe, count: int) -> int:
     chunk = min(count, _CHUNK_ELEMENTS.get(recipe.optimizer, count))
     return _UPDATE_BYTES[recipe.optimizer][recipe.parameters.size_bytes] * chunk
 
@@ -82,10 +82,10 @@ def _piece_temporaries(recipe: Recipe, count: int) -> int:
 _TORCH_ADAMW = frozenset({Optimizer.ADAMW})
 
 
-def _write_tensor_by_tensor(run: SimulationRun, *, first: bool) -> None:
-    """Write AdamW's two moments as they are created, then foreach's square roots as they are."""
+def _record_tensor_by_tensor(run: SimulationRun, *, first: bool) -> None:
+    """Record AdamW's two moments as they are created, then foreach's square roots."""
     ledger, job, width = run.ledger, run.job, run.job.recipe.parameters.size_bytes
-    sizes = [(name, rounded(width * count)) for name, count in job.pieces]
+    sizes = [(name, rounded(width * count)) for name, count in job.local_shards]
     if first:
         ledger.optimizer = 0
         for name, size in sizes:

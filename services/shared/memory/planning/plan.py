@@ -1,10 +1,9 @@
-"""The memory plan: what a job takes on each rank, when, and whether the hardware holds it."""
+"""The memory plan: a job's peaks on each rank, by phase, and whether the hardware holds them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
 from services.shared.memory.architecture.shape import Shape
@@ -18,50 +17,39 @@ from services.shared.memory.planning.ledger import (
     Crossing,
     PlanPhase,
     Point,
-    first_past,
+    first_exceeding,
 )
-from services.shared.memory.planning.plan_contract import AlternativeDict, PlanDict
+from services.shared.memory.planning.plan_contract import AlternativeDict, PlanDict, Verdict
 from services.shared.memory.planning.rank_job import RankJob, job_of
 from services.shared.memory.planning.sharding_units import shard_ranks
 from services.shared.memory.planning.training_step import timeline
 from services.shared.memory.recipe import Engine, Recipe, Sharding
 
-# Peaks of these are reported, but none can be the job's: nothing is saved, no gradient is alive.
-_NEVER_THE_PEAK = frozenset({PlanPhase.EVALUATION})
-
-
-class Verdict(str, Enum):
-    """Whether a plan fits: `tight` when what is left is less than what we do not know."""
-
-    FITS = "fits"
-    TIGHT = "tight"
-    DOES_NOT_FIT = "does_not_fit"
-    UNKNOWN = "unknown"
-
-    __str__ = str.__str__
+# Peaks of these phases are reported, but never the job's: nothing is saved, no gradient is alive.
+_EXCLUDED_FROM_PEAK = frozenset({PlanPhase.EVALUATION})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one job: per rank, for the worst rank; every size in bytes.
+    """The plan of one job, for its worst rank; every size in bytes.
 
-    `points` are the moments that may be peaks, in order, the layers between the ends left out;
-    `timeline` has every layer. `peak` is the highest of them.
+    `points` are the moments that may be peaks, in order, without the middle layers; `timeline` has
+    every layer.
     """
 
     shape: Shape
     recipe: Recipe
     hardware: Hardware
     job: RankJob
-    other: RankJob | None
+    teacher_job: RankJob | None
     points: tuple[Point, ...]
     host: HostPlan
 
     @cached_property
     def peak(self) -> Point:
-        """The first moment of the highest point."""
+        """The highest point; the first of equal ones."""
         peak = max(
-            (point for point in self.points if point.phase not in _NEVER_THE_PEAK),
+            (point for point in self.points if point.phase not in _EXCLUDED_FROM_PEAK),
             key=lambda point: point.live_bytes,
         )
         assert sum(peak.components) == peak.live_bytes, peak
@@ -69,7 +57,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is ever allocated on a rank."""
+        """The peak of allocated bytes on a rank."""
         return self.peak.live_bytes
 
     @property
@@ -79,7 +67,7 @@ class Plan:
 
     @property
     def components(self) -> Components:
-        """What is alive at the peak; the sum is the peak."""
+        """What is alive at the peak, by kind; the sum is the peak."""
         return self.peak.components
 
     @cached_property
@@ -94,12 +82,12 @@ class Plan:
 
     @property
     def budget_bytes(self) -> int:
-        """What a device gives to tensors."""
+        """The bytes of a device that tensors may take."""
         return self.hardware.budget_bytes
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left of the budget at the peak; negative where it does not fit."""
+        """The rest of the budget at the peak; negative where the job does not fit."""
         return self.budget_bytes - self.peak_bytes
 
     @property
@@ -109,7 +97,7 @@ class Plan:
 
     @property
     def host_verdict(self) -> Verdict:
-        """Whether the host holds its part; `unknown` when its memory was not said."""
+        """Whether the host holds its part; `unknown` where its memory is not known."""
         memory = self.hardware.host_memory_bytes
         if memory is None:
             return Verdict.UNKNOWN
@@ -118,12 +106,12 @@ class Plan:
 
     @property
     def runs(self) -> bool:
-        """Whether neither device nor host refuses the job."""
+        """Whether the job fits both device and host, as far as known."""
         return Verdict.DOES_NOT_FIT not in (self.verdict, self.host_verdict)
 
     @property
     def layer_unit_bytes(self) -> int:
-        """One layer as one flat buffer in compute dtype: what a gather of it asks for."""
+        """One layer as one flat buffer in compute dtype: the size of a gather's request."""
         return self.shape.layers[-1].elements * self.recipe.compute.size_bytes
 
     @property
@@ -134,24 +122,24 @@ class Plan:
     @cached_property
     def timeline(self) -> tuple[Point, ...]:
         """Every point of the job, all layers included, in the order of time."""
-        return tuple(_points(self.job, self.other, ends_only=False))
+        return tuple(timeline(self.job, self.teacher_job, ends_only=False))
 
-    def first_past(self, budget_bytes: int) -> Crossing | None:
-        """Return the request at which a device of `budget_bytes` runs out, or None if it holds."""
-        return first_past(self.timeline, budget_bytes)
+    def first_exceeding(self, budget_bytes: int) -> Crossing | None:
+        """Return the first request that exceeds `budget_bytes`, or None."""
+        return first_exceeding(self.timeline, budget_bytes)
 
     def to_dict(
         self, alternatives: Sequence[AlternativeDict] = (), refused: Sequence[AlternativeDict] = ()
     ) -> PlanDict:
         """Return the plan as the JSON object that other programs read.
 
-        `refused` are changes that the host cannot hold.
+        `refused` are changes whose host memory the host does not have.
         """
         peak = self.peak
         return {
-            "verdict": str(self.verdict),
+            "verdict": self.verdict,
             "peak_bytes": self.peak_bytes,
-            "peak_phase": str(self.peak_phase),
+            "peak_phase": self.peak_phase,
             "peak_step": peak.step,
             "peak_at": _where(peak),
             "budget_bytes": self.budget_bytes,
@@ -162,7 +150,7 @@ class Plan:
                 str(p): _sized(point.components) for p, point in self.phase_peaks.items()
             },
             "host_peak_bytes": self.host.peak_bytes,
-            "host_verdict": str(self.host_verdict),
+            "host_verdict": self.host_verdict,
             "host_components": self.host.to_dict(),
             "layer_unit_bytes": self.layer_unit_bytes,
             "root_unit_bytes": self.root_unit_bytes,
@@ -180,44 +168,32 @@ class Plan:
         }
 
 
-def plan(shape: Shape, recipe: Recipe, hardware: Hardware) -> Plan:
+def plan(
+    shape: Shape, recipe: Recipe, hardware: Hardware, *, teacher: FrozenTeacher | None = None
+) -> Plan:
     """Return the memory plan of training `shape` with `recipe` on `hardware`.
 
-    Raises InvalidInput for a family whose activations are unknown and for more ranks than a weight
-    of a layer has rows.
+    With a `teacher` it is that of a distillation: the teacher is held in the student's compute
+    dtype, sharded over all ranks or whole on each, and sees the student's micro-batches; the peaks
+    are those of both models together. Raises InvalidInput for a family whose activations are
+    unknown and for more ranks than a weight of a layer has rows.
     """
-    check(shape, recipe, hardware)
-    job = _job(shape, recipe, hardware)
-    points = tuple(_points(job, None, ends_only=True))
-    return Plan(shape, recipe, hardware, job, None, points, host_plan(job, hardware))
-
-
-def plan_distillation(
-    teacher: FrozenTeacher, student: Shape, hardware: Hardware, *, student_recipe: Recipe
-) -> Plan:
-    """Return the plan of training a student together with its teacher.
-
-    The teacher is held in the student's compute dtype, layer by layer over all ranks or whole on each;
-    it sees the student's micro-batches. Peaks are those of both together, on each rank.
-    """
-    recipe = inference_recipe(student_recipe, teacher)
-    check(teacher.shape, recipe, hardware)
-    check(student, student_recipe, hardware)
-    job, other = _job(student, student_recipe, hardware), _job(teacher.shape, recipe, hardware)
-    points = tuple(_points(job, other, ends_only=True))
-    student_host, teacher_host = host_plan(job, hardware), host_plan(other, hardware)
-    host = student_host._replace(loading=student_host.loading + teacher_host.loading)
-    return Plan(student, student_recipe, hardware, job, other, points, host)
+    job, teacher_job = _rank_job(shape, recipe, hardware), None
+    if teacher is not None:
+        teacher_job = _rank_job(teacher.shape, inference_recipe(recipe, teacher), hardware)
+    host = host_plan(job, hardware, teacher=teacher_job)
+    points = tuple(timeline(job, teacher_job, ends_only=True))
+    return Plan(shape, recipe, hardware, job, teacher_job, points, host)
 
 
 def check(shape: Shape, recipe: Recipe, hardware: Hardware) -> None:
-    """Raise InvalidInput where these three cannot go together."""
+    """Raise InvalidInput where these three cannot be combined."""
     check_planned(shape.dims)
-    divided, most = shard_ranks(recipe, hardware.ranks), most_ranks(shape)
+    divided, most = shard_ranks(recipe, hardware.ranks), max_shard_ranks(shape)
     if divided > most:
         raise InvalidInput(
             "ranks",
-            f"{divided} ranks share a weight of {most} rows: some would hold nothing of it",
+            f"{divided} ranks share a weight of {most} rows: some would hold none of it",
             accepted=f"1 to {most}",
         )
     if recipe.sharding is Sharding.HYBRID and hardware.ranks % divided:
@@ -228,19 +204,16 @@ def check(shape: Shape, recipe: Recipe, hardware: Hardware) -> None:
         raise InvalidInput("compute", f"{recipe.compute} over parameters in {recipe.parameters}")
 
 
-def most_ranks(shape: Shape) -> int:
-    """Return over how many ranks a model can be sharded: every rank holds a row of each weight."""
+def max_shard_ranks(shape: Shape) -> int:
+    """Return the most ranks that a model can be sharded over: each holds a row of every weight."""
     return min(t.shape[0] for t in shape.layers[-1].tensors if len(t.shape) > 1)
 
 
-def _job(shape: Shape, recipe: Recipe, hardware: Hardware) -> RankJob:
+def _rank_job(shape: Shape, recipe: Recipe, hardware: Hardware) -> RankJob:
+    check(shape, recipe, hardware)
     # On a CPU torch takes other kernels, wherever an operation has one per device.
     cpu = hardware.device.name == "cpu"
     return job_of(shape, recipe, hardware.ranks, cpu_kernels=cpu)
-
-
-def _points(job: RankJob, other: RankJob | None, *, ends_only: bool) -> list[Point]:
-    return timeline(job, other, ends_only=ends_only)
 
 
 def _verdict(headroom_bytes: int, uncertainty_bytes: int) -> Verdict:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, TypedDict
 
+from services.shared.memory.planning.ledger import PlanPhase
 from services.shared.memory.recipe import PlannedRecipeDict
+
+
+class Verdict(str, Enum):
+    """Whether a job fits: `tight` when the headroom is less than the reserve's uncertainty."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    DOES_NOT_FIT = "does_not_fit"
+    UNKNOWN = "unknown"
+
+    __str__ = str.__str__
+
 
 # Fields of `Recipe` to replace (enum members or their values), and TEACHER_PLACEMENT.
 Changes = dict[str, Any]
@@ -20,15 +34,15 @@ class HostPlanDict(TypedDict):
 
 
 class AlternativeDict(TypedDict):
-    """One change that fits, or one that the host refuses."""
+    """A change that fits, or one that the host has too little memory for."""
 
     change: str
     changes: Changes
     peak_bytes: int
-    peak_phase: str
-    verdict: str
+    peak_phase: PlanPhase
+    verdict: Verdict
     host_peak_bytes: int
-    host_verdict: str
+    host_verdict: Verdict
     lossless: bool
     costs: str
 
@@ -39,9 +53,9 @@ class PlanDict(TypedDict):
     `components` are keyed by the fields of `Components`, `phases` by `PlanPhase`; zeros are left out.
     """
 
-    verdict: str
+    verdict: Verdict
     peak_bytes: int
-    peak_phase: str
+    peak_phase: PlanPhase
     peak_step: int
     peak_at: str
     budget_bytes: int
@@ -50,7 +64,7 @@ class PlanDict(TypedDict):
     phases: dict[str, int]
     phase_components: dict[str, dict[str, int]]
     host_peak_bytes: int
-    host_verdict: str
+    host_verdict: Verdict
     host_components: HostPlanDict
     layer_unit_bytes: int
     root_unit_bytes: int

@@ -1,4 +1,4 @@
-"""A job on one rank, ready to be written into the ledger: units, layer costs, what stays where."""
+"""A job on one rank, ready for simulation: units, layer costs, and what is on the device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.planning.layer_costs import (
     FinalCost,
     LayerCost,
+    embedding_saved_bytes,
     final_cost,
-    front_bytes,
     layer_cost,
     mask_bytes,
-    tables_bytes,
+    shared_input_bytes,
     tokens_of,
 )
 from services.shared.memory.planning.ledger import MemoryLedger
 from services.shared.memory.planning.sharding_units import (
     Units,
     layer_gradients,
-    parameter_pieces,
+    local_parameter_shards,
     units_of,
 )
 from services.shared.memory.recipe import Engine, Offload, Recipe, Sharding
@@ -28,7 +28,7 @@ from services.shared.memory.recipe import Engine, Offload, Recipe, Sharding
 
 @dataclass(frozen=True)
 class RankJob:
-    """A model in training on one rank: its units, the cost of its layers, the recipe."""
+    """A model in training on one rank: its units, its layers' costs, the recipe."""
 
     shape: Shape
     recipe: Recipe
@@ -37,11 +37,11 @@ class RankJob:
     layer: LayerCost
     adding_layer: LayerCost
     final: FinalCost
-    tables_bytes: int
+    shared_input_bytes: int
     mask_bytes: int
-    front_bytes: int
+    embedding_saved_bytes: int
     layer_gradient_bytes: int
-    held_layer_gradient_bytes: int
+    accumulated_layer_gradient_bytes: int
 
     @property
     def num_layers(self) -> int:
@@ -50,7 +50,7 @@ class RankJob:
 
     @property
     def fsdp1(self) -> bool:
-        """Whether units are flat parameters."""
+        """Whether units are flat parameters (FSDP1)."""
         return self.recipe.engine is Engine.FSDP1
 
     @property
@@ -59,15 +59,15 @@ class RankJob:
         return bool(self.units.layers)
 
     @property
-    def keeps_whole(self) -> bool:
-        """Whether layers stay gathered from forward to backward."""
+    def keeps_unsharded(self) -> bool:
+        """Whether layers stay unsharded from forward to backward."""
         return self.recipe.sharding is Sharding.GRAD_OP or self.recipe.engine is Engine.DDP
 
     @property
-    def resharded_root(self) -> bool:
+    def regathers_root(self) -> bool:
         """Whether the root is gathered a second time, for backward."""
         fsdp2 = self.recipe.engine is Engine.FSDP2
-        return fsdp2 and self.recipe.reshard_root and not self.keeps_whole
+        return fsdp2 and self.recipe.reshard_root and not self.keeps_unsharded
 
     @property
     def on_device(self) -> bool:
@@ -81,27 +81,27 @@ class RankJob:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """This rank's parameters on the device."""
+        """Bytes of this rank's parameters on the device."""
         return self.units.total("parameter_bytes") if self.on_device else 0
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """This rank's reduced gradients on the device."""
+        """Bytes of this rank's reduced gradients on the device."""
         return self.units.total("gradient_bytes") if self.on_device else 0
 
     @cached_property
-    def pieces(self) -> list[tuple[str, int]]:
-        """Name and elements of this rank's parameters, in the model's order."""
-        return parameter_pieces(self.shape, self.recipe, self.ranks)
+    def local_shards(self) -> list[tuple[str, int]]:
+        """Name and number of elements of this rank's shard of each parameter, in the model's order."""
+        return local_parameter_shards(self.shape, self.recipe, self.ranks)
 
     @cached_property
     def state_bytes(self) -> int:
-        """This rank's optimizer state on the device."""
+        """Bytes of this rank's optimizer state on the device."""
         return self.units.total("optimizer_bytes") if self.state_on_device else 0
 
 
 def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> RankJob:
-    """Return what the ledger need to know of `shape` trained with `recipe`."""
+    """Return the job of training `shape` with `recipe`, as seen by one rank."""
     tokens = tokens_of(recipe, training=True, cpu_kernels=cpu_kernels)
     return RankJob(
         shape=shape,
@@ -113,19 +113,19 @@ def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> Ra
             shape.dims,
             tokens,
             checkpointed=recipe.activation_checkpointing,
-            adding=recipe.accumulate > 1 and recipe.adds_in_place,
+            adding=recipe.accumulate > 1 and recipe.accumulates_in_place,
         ),
         final=final_cost(shape.dims, tokens, saving=True),
-        tables_bytes=tables_bytes(shape.dims, tokens),
+        shared_input_bytes=shared_input_bytes(shape.dims, tokens),
         mask_bytes=mask_bytes(shape.dims, tokens),
-        front_bytes=front_bytes(shape.dims, tokens),
+        embedding_saved_bytes=embedding_saved_bytes(shape.dims, tokens),
         layer_gradient_bytes=layer_gradients(shape, recipe.compute.size_bytes),
-        held_layer_gradient_bytes=layer_gradients(shape, recipe.held_gradient_width),
+        accumulated_layer_gradient_bytes=layer_gradients(shape, recipe.accumulated_gradient_width),
     )
 
 
 class SimulationRun:
-    """A job and its ledger; `ends_only` skips the layers between the ends, where no peak lies.
+    """A job and its ledger; `ends_only` skips the middle layers, none of which has the peak.
 
     All that differs from one layer to the next is linear in the layer's index, so the largest of
     equal layers is among the first three or the last three.
@@ -146,7 +146,7 @@ class SimulationRun:
         layer = self.job.layer
         if self.job.recipe.activation_checkpointing:
             return index * layer.input_bytes
-        # The embedding's output has a name in the model's forward until that returns.
+        # The model's forward holds the embedding's output until it returns.
         named = 0 if layer.saves_input or not index else layer.input_bytes
         return index * layer.saved_bytes + named
 
@@ -155,13 +155,13 @@ class SimulationRun:
         layer = self.job.layer
         if self.job.recipe.activation_checkpointing:
             return index * layer.input_bytes
-        # Nothing but what layers saved: the first layer's input was only passing through.
+        # Only what layers saved: no layer needs the first layer's input itself.
         return (index + 1) * layer.saved_bytes - layer.input_bytes
 
     def saved_after(self, index: int) -> int:
-        """Activations held once layer `index` has run backward, the gradient of its input among them.
+        """Activations held once layer `index` has run backward, the gradient of its input included.
 
-        A checkpointed layer's own input is gone by then.
+        A checkpointed layer's own input is freed by then.
         """
         layer = self.job.layer
         if self.job.recipe.activation_checkpointing:
@@ -169,9 +169,9 @@ class SimulationRun:
         return index * layer.saved_bytes
 
     def kept_bytes(self, layers: int) -> int:
-        """Whole parameters that stay gathered once `layers` layers have run forward."""
+        """Return the bytes of parameters that stay unsharded once `layers` layers have run forward."""
         units = self.job.units
-        if not (self.job.keeps_whole and units.layers):
+        if not (self.job.keeps_unsharded and units.layers):
             return 0
-        embedding = units.embedding.whole_parameter_bytes if units.embedding else 0
-        return embedding + layers * units.layers[0].whole_parameter_bytes
+        embedding = units.embedding.unsharded_parameter_bytes if units.embedding else 0
+        return embedding + layers * units.layers[0].unsharded_parameter_bytes

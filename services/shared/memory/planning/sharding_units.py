@@ -1,4 +1,4 @@
-"""Sharding units and their sizes on one rank: what is kept, gathered, reduced and updated.
+"""Sharding units and their sizes on one rank: stored, gathered, reduced and updated bytes.
 
 The worst rank is rank 0: FSDP2 gives it the first, largest chunk of every tensor; FSDP1 gives every
 rank an equal part of the flattened unit.
@@ -27,7 +27,7 @@ _STATE_BLOCK = 256
 
 
 class UnitSizes(NamedTuple):
-    """One unit in bytes, on rank 0: `shard_*` is its own part, `whole_*` the unit unsharded."""
+    """One unit in bytes, on rank 0: `shard_*` is the local shard, `unsharded_*` the whole unit."""
 
     name: str
     elements: int
@@ -35,15 +35,15 @@ class UnitSizes(NamedTuple):
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    whole_parameter_bytes: int
+    unsharded_parameter_bytes: int
     gathered_bytes: int
-    whole_gradient_bytes: int
-    held_gradient_bytes: int
+    unsharded_gradient_bytes: int
+    accumulated_gradient_bytes: int
     reduce_input_bytes: int
     reduce_output_bytes: int
     compute_shard_bytes: int
     flat_parameter_bytes: int
-    largest_piece_elements: int
+    largest_local_shard_elements: int
     largest_tensor_elements: int
 
 
@@ -100,7 +100,7 @@ def units_of(shape: Shape, recipe: Recipe, ranks: int) -> Units:
     return Units(_sizes(tuple(root), "root", recipe, divided), embedding, tuple(layers), divided)
 
 
-def parameter_pieces(shape: Shape, recipe: Recipe, ranks: int) -> list[tuple[str, int]]:
+def local_parameter_shards(shape: Shape, recipe: Recipe, ranks: int) -> list[tuple[str, int]]:
     """Return (name, elements on rank 0) of every parameter, in the order of `model.parameters()`."""
     divided = shard_ranks(recipe, ranks)
     layered = recipe.wrap is Wrap.LAYER
@@ -109,12 +109,12 @@ def parameter_pieces(shape: Shape, recipe: Recipe, ranks: int) -> list[tuple[str
         outside = [tensor for unit in shape.units for tensor in unit.tensors]
     if recipe.engine is not Engine.FSDP1:
         outside = [tensor for tensor in outside if _is_trained(tensor)]
-    held = [(t.name, count) for t, count in pieces(outside, recipe.engine, divided)]
+    held = [(t.name, count) for t, count in local_shards(outside, recipe.engine, divided)]
     in_front = len(shape.embedding.tensors)
     found = held[:in_front]
     if layered:
         for unit in shape.layers:
-            found += [(t.name, n) for t, n in pieces(unit.tensors, recipe.engine, divided)]
+            found += [(t.name, n) for t, n in local_shards(unit.tensors, recipe.engine, divided)]
     return [*found, *held[in_front:]]
 
 
@@ -123,8 +123,10 @@ def layer_gradients(shape: Shape, width: int) -> int:
     return sum(rounded(width * tensor.elements) for tensor in shape.layers[-1].tensors)
 
 
-def pieces(tensors: Sequence[Tensor], engine: Engine, ranks: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield each tensor with the number of its elements that lie on rank 0, where there are any."""
+def local_shards(
+    tensors: Sequence[Tensor], engine: Engine, ranks: int
+) -> Iterator[tuple[Tensor, int]]:
+    """Yield each tensor with the number of its elements in rank 0's shard, where there are any."""
     if engine is not Engine.FSDP1:
         for tensor in tensors:
             yield tensor, _chunk_elements(tensor, ranks)
@@ -159,7 +161,7 @@ def _measure(
     ranks: int,
 ) -> UnitSizes:
     p, c, r = widths
-    held = list(pieces(tensors, engine, ranks))
+    held = list(local_shards(tensors, engine, ranks))
     elements = sum(tensor.elements for tensor in tensors)
     if engine is Engine.FSDP1:
         shard = -(-elements // ranks)
@@ -169,7 +171,8 @@ def _measure(
         shard = sum(count for _, count in held)
         parameter_bytes = sum(rounded(p * count) for _, count in held)
         whole_bytes = sum(rounded(c * count * ranks) for _, count in held)
-    # What backward never reaches has neither gradient nor state; FSDP1's flat unit has both.
+    # Parameters that the loss does not depend on have neither gradient nor state, except within
+    # FSDP1's flat parameter.
     flat = engine is Engine.FSDP1
     trained = held if flat else [(t, n) for t, n in held if _is_trained(t)]
     trained_shard = shard if flat else sum(count for _, count in trained)
@@ -181,27 +184,27 @@ def _measure(
         parameter_bytes=parameter_bytes,
         gradient_bytes=rounded(p * trained_shard),
         optimizer_bytes=sum(_state_bytes(t, n, p, optimizer) for t, n in trained),
-        whole_parameter_bytes=whole_bytes,
+        unsharded_parameter_bytes=whole_bytes,
         # fully_shard copies straight into the parameters where there is nothing to gather.
         gathered_bytes=0 if ranks == 1 and engine is Engine.FSDP2 else rounded(c * shard * ranks),
-        whole_gradient_bytes=sum(rounded(c * tensor.elements) for tensor in reached),
-        held_gradient_bytes=sum(
+        unsharded_gradient_bytes=sum(rounded(c * tensor.elements) for tensor in reached),
+        accumulated_gradient_bytes=sum(
             rounded((max(c, r) if engine is Engine.FSDP2 else c) * t.elements) for t in reached
         ),
         reduce_input_bytes=rounded(r * trained_shard * ranks),
         reduce_output_bytes=rounded(r * trained_shard),
         compute_shard_bytes=rounded(c * shard),
         flat_parameter_bytes=rounded(p * shard * ranks),
-        largest_piece_elements=max((count for _, count in held), default=0),
+        largest_local_shard_elements=max((count for _, count in held), default=0),
         largest_tensor_elements=max((tensor.elements for tensor in tensors), default=0),
     )
     return _replicated(sizes, cast=c != p) if engine is Engine.DDP else sizes
 
 
 def _replicated(sizes: UnitSizes, *, cast: bool) -> UnitSizes:
-    """DDP gathers nothing and reduces in buckets of its own; autocast keeps a copy it computes with."""
+    """DDP gathers nothing and reduces in its own buckets; autocast keeps a copy in the compute dtype."""
     return sizes._replace(
-        whole_parameter_bytes=sizes.whole_parameter_bytes if cast else 0,
+        unsharded_parameter_bytes=sizes.unsharded_parameter_bytes if cast else 0,
         gathered_bytes=0,
         reduce_input_bytes=0,
         reduce_output_bytes=0,
@@ -210,7 +213,7 @@ def _replicated(sizes: UnitSizes, *, cast: bool) -> UnitSizes:
 
 
 def _is_trained(tensor: Tensor) -> bool:
-    # The classifier reads a token's own state: BERT's pooler runs, but no loss depends on it.
+    # The classifier reads hidden states: BERT's pooler runs, but no loss depends on it.
     return not tensor.name.startswith("pooler.")
 
 
@@ -233,7 +236,7 @@ def _state_bytes(tensor: Tensor, count: int, p: int, optimizer: Optimizer) -> in
 
 
 def moments_bytes(count: int, optimizer: Optimizer, p: int) -> int:
-    """Return both moments of AdamW for `count` elements in one piece, of parameters of `p` bytes."""
+    """Return both moments of AdamW for `count` elements of one local shard, for parameters of `p` bytes."""
     if optimizer is Optimizer.ADAMW_8BIT:
         return 2 * (rounded(count) + rounded(-(-count // _STATE_BLOCK) * 4))
     return 2 * rounded(p * count)
