@@ -22,6 +22,7 @@ from services.api.limits.rate_limit import create_rate_limiters
 from services.api.limits.uploads import UploadLimiter
 from services.api.logs import configure_logs
 from services.api.promotions import PromotionFeed
+from services.api.server import server_config
 from services.api.serving.predictor import Predictor
 from services.api.serving.settings import ServingSettings
 from services.api.settings import ApiSettings
@@ -31,8 +32,6 @@ from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import depth, make_celery, send
 
 log = structlog.get_logger(__name__)
-
-GRACE_SECONDS = 10  # for requests in flight at shutdown
 
 
 def main() -> None:
@@ -47,15 +46,7 @@ def main() -> None:
         sys.exit("\n".join(f"{_variable(error, e)}: {e['msg']}" for e in error.errors()))
     except (ValueError, OSError) as error:
         sys.exit(str(error))
-    uvicorn.run(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,  # see configure_logs
-        access_log=False,  # /metrics counts requests; failures are logged with their request id
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_SECONDS,
-    )
+    uvicorn.Server(server_config(app, settings)).run()
 
 
 def create(settings: ApiSettings | None = None) -> FastAPI:

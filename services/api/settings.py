@@ -62,6 +62,41 @@ class ApiSettings(JobSettings):
         description="Requests per minute with an invalid or missing key that one address may send (401); "
         "further ones get 429. 0: no limit.",
     )
+    max_connections: int = Field(
+        2000, gt=0, description="Maximum number of open connections; further ones get 503."
+    )
+    max_connections_per_address: int = Field(
+        500,
+        gt=0,
+        description="Maximum number of open connections of one address; behind a proxy, of all clients.",
+    )
+    header_seconds: float = Field(
+        10.0, gt=0, description="Deadline for the header of a request; 408 after it."
+    )
+    body_bytes_per_second: float = Field(
+        1024.0, ge=0, description="Minimum rate at which a body must arrive; 408 below it."
+    )
+    body_grace_seconds: float = Field(
+        10.0, gt=0, description="Time over which the rate of a body is measured."
+    )
+    write_seconds: float = Field(
+        60.0,
+        gt=0,
+        description="A client that reads nothing of a response is disconnected after this.",
+    )
+    trusted_proxies: str | None = Field(
+        None,
+        description="Comma-separated addresses of proxies whose X-Forwarded-For names the client; "
+        "by default the header is ignored.",
+    )
+    event_streams_per_key: int = Field(
+        32,
+        gt=0,
+        description="Maximum number of open event streams of one key; further ones get 429.",
+    )
+    event_streams: int = Field(
+        500, gt=0, description="Maximum number of open event streams; further ones get 429."
+    )
     event_poll_seconds: float = Field(
         0.5, gt=0, description="How often an open event stream polls for new events."
     )

@@ -63,7 +63,7 @@ def async_client(platform: Platform) -> httpx.AsyncClient:
 async def test_validations_over_the_limit_wait(
     platform: Platform, gated_ingest: GatedIngest
 ) -> None:
-    platform.upload_limiter = UploadLimiter(max_uploads=6, max_validations=2)
+    platform.upload_limiter = UploadLimiter(max_uploads=12, max_validations=2)
     async with async_client(platform) as client:
         tasks = [asyncio.create_task(upload(client)) for _ in range(6)]
         for _ in range(2):

@@ -146,6 +146,12 @@ def authenticate(request: Request) -> ApiKey | None:
     return key
 
 
+def caller_of(request: Request) -> str:
+    """Return what identifies the caller of an authenticated request: its key, or its address."""
+    key = authenticate(request)
+    return client_address(request) if key is None else key.sha256
+
+
 async def limit_by_address(request: Request) -> None:
     """Rate-limit a route that needs no key by client address (a dependency)."""
     context = request.app.state.context

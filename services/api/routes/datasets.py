@@ -18,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
-from services.api.auth.keys import Scope, requires
+from services.api.auth.keys import Scope, caller_of, requires
 from services.api.deps import AppContext, ContextDep, Cursor, DatasetId, Limit
 from services.api.limits.body import text_fault
 from services.api.openapi import links, problems
@@ -137,7 +137,7 @@ async def _receive(
     try:
         # Parse the form here, after the scope check: the framework would parse it before.
         async with (
-            context.upload_limiter.upload(),
+            context.upload_limiter.upload(caller_of(request)),
             request.form(
                 max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
             ) as fields,
