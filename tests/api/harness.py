@@ -85,7 +85,7 @@ class JobDriver:
             "student": model,
         }
 
-    def submit(self, body: dict[str, Any] | None = None, **headers: str) -> Response:
+    def submit(self, body: dict[str, Any] | None = None, /, **headers: str) -> Response:
         return self.client.post("/jobs", json=body or self.spec(), headers=headers)
 
     def running(self, body: dict[str, Any] | None = None) -> Claim:

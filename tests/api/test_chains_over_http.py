@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.api.admission import Admission
+from tests.api.harness import JobDriver
 
 CONFIG = {
     "model_type": "qwen3",
@@ -23,7 +24,7 @@ SMALL = {"device": "cpu", "device_memory": "1KiB"}  # nothing fits into it
 
 
 @pytest.fixture
-def chain(desk: Any) -> dict[str, Any]:
+def chain(desk: JobDriver) -> dict[str, Any]:
     """A chain that fits; the desk's server plans in earnest."""
     settings = desk.platform.settings
     desk.platform.admission = Admission(desk.store, settings)
@@ -39,7 +40,7 @@ def chain(desk: Any) -> dict[str, Any]:
 
 
 def test_a_chain_is_accepted_planned_stored_and_its_teacher_sent(
-    desk: Any, chain: dict[str, Any]
+    desk: JobDriver, chain: dict[str, Any]
 ) -> None:
     response = desk.submit(chain)
     assert response.status_code == 202
@@ -56,7 +57,7 @@ def test_a_chain_is_accepted_planned_stored_and_its_teacher_sent(
 
 
 def test_the_plan_of_a_chain_is_both_plans_and_stores_nothing(
-    desk: Any, chain: dict[str, Any]
+    desk: JobDriver, chain: dict[str, Any]
 ) -> None:
     plans = desk.client.post("/jobs/plan", json=chain).json()
     assert desk.client.get("/jobs").json()["items"] == []
@@ -67,7 +68,7 @@ def test_the_plan_of_a_chain_is_both_plans_and_stores_nothing(
 
 @pytest.mark.parametrize("part", ["teacher", "distill"])
 def test_the_part_that_does_not_fit_is_named_and_neither_is_stored(
-    desk: Any, chain: dict[str, Any], part: str
+    desk: JobDriver, chain: dict[str, Any], part: str
 ) -> None:
     chain[part]["resources"] = SMALL
     response = desk.submit(chain)
@@ -84,7 +85,7 @@ def test_the_part_that_does_not_fit_is_named_and_neither_is_stored(
 
 
 def test_the_same_key_and_chain_give_the_same_pair_and_one_message(
-    desk: Any, chain: dict[str, Any]
+    desk: JobDriver, chain: dict[str, Any]
 ) -> None:
     first, second = (desk.submit(chain, **{"Idempotency-Key": "k"}) for _ in range(2))
     assert first.json() == second.json()
@@ -112,7 +113,7 @@ def test_the_same_key_and_chain_give_the_same_pair_and_one_message(
     ],
 )
 def test_what_is_wrong_with_a_part_is_named(
-    desk: Any, chain: dict[str, Any], path: str, part: str, fields: dict[str, Any], named: str
+    desk: JobDriver, chain: dict[str, Any], path: str, part: str, fields: dict[str, Any], named: str
 ) -> None:
     chain[part] |= fields
     response = desk.client.post(path, json=chain)
@@ -121,7 +122,9 @@ def test_what_is_wrong_with_a_part_is_named(
     assert desk.client.get("/jobs").json()["items"] == []
 
 
-def test_a_teacher_that_fails_fails_its_distillation(desk: Any, chain: dict[str, Any]) -> None:
+def test_a_teacher_that_fails_fails_its_distillation(
+    desk: JobDriver, chain: dict[str, Any]
+) -> None:
     claim = desk.running(chain)
     desk.fail(claim)
     (child_id,) = desk.client.get(f"/jobs/{claim.job_id}").json()["child_job_ids"]
@@ -131,7 +134,7 @@ def test_a_teacher_that_fails_fails_its_distillation(desk: Any, chain: dict[str,
 
 
 def test_retrying_the_teacher_of_a_chain_repeats_all_of_it(
-    desk: Any, chain: dict[str, Any]
+    desk: JobDriver, chain: dict[str, Any]
 ) -> None:
     claim = desk.running(chain)
     desk.fail(claim)
@@ -143,18 +146,19 @@ def test_retrying_the_teacher_of_a_chain_repeats_all_of_it(
     assert child["plan"] is not None
 
 
-def test_a_cancelled_teacher_fails_its_distillation(desk: Any, chain: dict[str, Any]) -> None:
+def test_a_cancelled_teacher_fails_its_distillation(desk: JobDriver, chain: dict[str, Any]) -> None:
     teacher = desk.submit(chain).json()
     desk.client.post(f"/jobs/{teacher['id']}/cancel")
     child = desk.client.get(f"/jobs/{teacher['child_job_ids'][0]}").json()
     assert (child["state"], child["reason"]) == ("failed", "parent_failed")
 
 
-def test_a_student_that_passes_its_gate_is_promoted(desk: Any, chain: dict[str, Any]) -> None:
+def test_a_student_that_passes_its_gate_is_promoted(desk: JobDriver, chain: dict[str, Any]) -> None:
     claim = desk.running(chain)
     desk.succeed(claim)
     (child_id,) = desk.client.get(f"/jobs/{claim.job_id}").json()["child_job_ids"]
     child = desk.store.claim(child_id, worker="w", lease_seconds=60)
+    assert child is not None
     heads = {"heads": {"sentiment": {"macro_f1": 0.9}}}
     student = desk.succeed(child, heads | {"teacher": heads})
     promotions = desk.client.get("/promotions").json()["items"]

@@ -10,6 +10,7 @@ import pytest
 
 from services.api.admission import Admission
 from services.shared.jobs.planning.model_shapes import read_heads
+from tests.api.harness import JobDriver
 
 CONFIG = {
     "model_type": "qwen3",
@@ -25,7 +26,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def client(desk: Any, tmp_path: Path) -> Any:
+def client(desk: JobDriver, tmp_path: Path) -> Any:
     settings = desk.platform.settings
     settings.models_dir.mkdir()
     (settings.data_dir / "outside").mkdir()
@@ -37,7 +38,7 @@ def client(desk: Any, tmp_path: Path) -> Any:
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/plan"])
 @pytest.mark.parametrize("id", ["../outside", "mdl_0", "", "..", "x" * 5000])
 def test_an_invalid_id_is_named_and_no_directory_is_read(
-    client: Any, desk: Any, path: str, id: str
+    client: Any, desk: JobDriver, path: str, id: str
 ) -> None:
     model = {"config": CONFIG, "tokenizer": {"train": True}}
     teacher = desk.submit(desk.spec(model=model)).json()["id"]
@@ -68,7 +69,7 @@ UNKNOWN = {"config": {"model_type": "unheard_of"}, "tokenizer": {"train": True}}
     ],
 )
 def test_a_model_that_cannot_be_planned_is_named(
-    client: Any, desk: Any, teacher: dict[str, Any], student: dict[str, Any], field: str
+    client: Any, desk: JobDriver, teacher: dict[str, Any], student: dict[str, Any], field: str
 ) -> None:
     job = client.post("/jobs", json=desk.spec(model=teacher))
     assert job.status_code == 202  # it may train all the same
@@ -80,7 +81,7 @@ def test_a_model_that_cannot_be_planned_is_named(
     assert "unheard_of" in error["message"]
 
 
-def test_a_chain_names_the_part_and_its_model(client: Any, desk: Any) -> None:
+def test_a_chain_names_the_part_and_its_model(client: Any, desk: JobDriver) -> None:
     chain = {
         "kind": "chain",
         "teacher": {"dataset_id": desk.dataset_id, "model": UNKNOWN},
@@ -95,7 +96,7 @@ def test_a_chain_names_the_part_and_its_model(client: Any, desk: Any) -> None:
     ("labels", "fits"), [(["positive", "negative"], True), (["bad", "good"], False)]
 )
 def test_a_teacher_in_a_directory_with_other_labels_is_refused_with_both_lists(
-    client: Any, desk: Any, labels: list[str], fits: bool, made_here: bool
+    client: Any, desk: JobDriver, labels: list[str], fits: bool, made_here: bool
 ) -> None:
     directory = desk.platform.settings.model_roots[0] / "teacher"
     directory.mkdir()

@@ -24,6 +24,7 @@ from services.shared.jobs.run_directory import (
     append_record,
 )
 from services.shared.jobs.state import Phase
+from tests.api.harness import JobDriver
 
 
 def events_of(text: str) -> list[dict[str, str]]:
@@ -36,11 +37,11 @@ def events_of(text: str) -> list[dict[str, str]]:
     return parsed
 
 
-def run_of(desk: Any, claim: Any) -> RunDirectory:
+def run_of(desk: JobDriver, claim: Any) -> RunDirectory:
     return RunDirectory(desk.platform.settings.run_dir(claim.job_id, claim.attempt))
 
 
-def test_the_stream_replays_every_transition_and_ends_with_the_job(desk: Any) -> None:
+def test_the_stream_replays_every_transition_and_ends_with_the_job(desk: JobDriver) -> None:
     claim = desk.running()
     desk.store.heartbeat(claim, phase=Phase.TRAINING, lease_seconds=60)
     desk.fail(claim)
@@ -58,7 +59,7 @@ def test_the_stream_replays_every_transition_and_ends_with_the_job(desk: Any) ->
     assert received[-1][1]["reason"] == "device_out_of_memory"
 
 
-def test_the_stream_resumes_after_the_last_event_id(desk: Any) -> None:
+def test_the_stream_resumes_after_the_last_event_id(desk: JobDriver) -> None:
     claim = desk.running()
     desk.fail(claim)
     path = f"/jobs/{claim.job_id}/events"
@@ -68,7 +69,7 @@ def test_the_stream_resumes_after_the_last_event_id(desk: Any) -> None:
         assert rest == everything[place + 1 :]
 
 
-def test_a_stream_from_beyond_the_end_ends_too(desk: Any) -> None:
+def test_a_stream_from_beyond_the_end_ends_too(desk: JobDriver) -> None:
     claim = desk.running()
     desk.fail(claim)
     headers = {"Last-Event-ID": str(2**62)}
@@ -76,13 +77,13 @@ def test_a_stream_from_beyond_the_end_ends_too(desk: Any) -> None:
 
 
 @pytest.mark.parametrize("last", ["-1", "x", str(2**63), ""])
-def test_an_impossible_last_event_is_refused(desk: Any, last: str) -> None:
+def test_an_impossible_last_event_is_refused(desk: JobDriver, last: str) -> None:
     claim = desk.running()
     response = desk.client.get(f"/jobs/{claim.job_id}/events", headers={"Last-Event-ID": last})
     assert response.status_code == 422
 
 
-def test_json_gives_the_events_so_far_as_a_list(desk: Any) -> None:
+def test_json_gives_the_events_so_far_as_a_list(desk: JobDriver) -> None:
     claim = desk.running()
     response = desk.client.get(
         f"/jobs/{claim.job_id}/events", headers={"Accept": "application/json"}
@@ -111,7 +112,7 @@ def served(platform: Any, **settings: Any) -> Iterator[str]:
         assert not thread.is_alive(), "the server did not stop"
 
 
-def test_a_watcher_sees_what_happens_while_it_watches(desk: Any) -> None:
+def test_a_watcher_sees_what_happens_while_it_watches(desk: JobDriver) -> None:
     claim = desk.running()
     seen: list[str] = []
     with (
@@ -134,7 +135,7 @@ def test_a_watcher_sees_what_happens_while_it_watches(desk: Any) -> None:
     assert [event["progress"]["step"] for event in data if "progress" in event] == [5]
 
 
-def test_an_open_stream_does_not_keep_the_server_from_stopping(desk: Any) -> None:
+def test_an_open_stream_does_not_keep_the_server_from_stopping(desk: JobDriver) -> None:
     claim = desk.running()
     with served(desk.platform) as url, httpx.Client(timeout=20) as client:
         request = client.build_request("GET", f"{url}/jobs/{claim.job_id}/events")
@@ -143,7 +144,7 @@ def test_an_open_stream_does_not_keep_the_server_from_stopping(desk: Any) -> Non
     # `served` has asserted that the server stopped
 
 
-def test_the_log_is_read_from_its_end_in_whole_lines(desk: Any) -> None:
+def test_the_log_is_read_from_its_end_in_whole_lines(desk: JobDriver) -> None:
     claim = desk.running()
     log = run_of(desk, claim).log
     log.parent.mkdir(parents=True)
@@ -154,22 +155,23 @@ def test_the_log_is_read_from_its_end_in_whole_lines(desk: Any) -> None:
     assert desk.client.get(path).headers["content-type"] == "text/plain; charset=utf-8"
 
 
-def test_before_anything_is_printed_the_log_is_empty(desk: Any) -> None:
+def test_before_anything_is_printed_the_log_is_empty(desk: JobDriver) -> None:
     job_id = desk.submit().json()["id"]
     assert desk.client.get(f"/jobs/{job_id}/logs").text == ""
     claim = desk.store.claim(job_id, worker="w", lease_seconds=60)
+    assert claim is not None
     assert desk.client.get(f"/jobs/{claim.job_id}/logs").text == ""
 
 
 @pytest.mark.parametrize("sub", ["logs", "memory", "metrics"])
-def test_an_attempt_that_does_not_exist_is_not_found(desk: Any, sub: str) -> None:
+def test_an_attempt_that_does_not_exist_is_not_found(desk: JobDriver, sub: str) -> None:
     claim = desk.running()
     assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=1").status_code == 200
     assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=2").status_code == 404
     assert desk.client.get(f"/jobs/{claim.job_id}/{sub}?attempt=0").status_code == 422
 
 
-def test_memory_compares_the_plan_with_the_measurements_of_each_rank(desk: Any) -> None:
+def test_memory_compares_the_plan_with_the_measurements_of_each_rank(desk: JobDriver) -> None:
     claim = desk.running()
     run = run_of(desk, claim)
     for rank in (0, 1):
@@ -190,7 +192,7 @@ def test_memory_compares_the_plan_with_the_measurements_of_each_rank(desk: Any) 
     assert len(body["ranks"][0]["series"]["points"]) == 3
 
 
-def test_metrics_keep_every_evaluation_and_downsample_the_rest(desk: Any) -> None:
+def test_metrics_keep_every_evaluation_and_downsample_the_rest(desk: JobDriver) -> None:
     claim = desk.running()
     run = run_of(desk, claim)
     for step in range(50):
@@ -220,7 +222,7 @@ def test_downsampling_keeps_the_first_the_last_and_even_steps(total: int) -> Non
     assert {later - earlier for earlier, later in pairwise(steps[:-1])} <= {series.stride}
 
 
-def test_a_partial_line_at_the_end_of_a_file_is_skipped(desk: Any) -> None:
+def test_a_partial_line_at_the_end_of_a_file_is_skipped(desk: JobDriver) -> None:
     claim = desk.running()
     file: Path = run_of(desk, claim).memory_file(0)
     append_record(file, MemoryRecord(time=0, phase="load"))

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from services.shared.jobs.db import job_queries, model_queries
 from services.shared.jobs.db.tables import IS_LEASED, IS_QUEUED, AttemptRow, JobRow
-from services.shared.jobs.db.transitions import append_event, next_state, transition
+from services.shared.jobs.db.transitions import ColumnValues, append_event, next_state, transition
 from services.shared.jobs.documents import EventDataDict, ProgressDict
 from services.shared.jobs.errors import InvalidTransition
 from services.shared.jobs.outcome import End, Outcome
@@ -81,7 +81,7 @@ def heartbeat(
     job = _held(session, job_id, token) or _taken_back(session, job_id, attempt, token)
     if job is None:
         return HeartbeatReply.LOST
-    columns: dict[str, Any] = {"lease_until": _lease_until(lease_seconds)}
+    columns: ColumnValues = {"lease_until": _lease_until(lease_seconds)}
     if phase is not None and phase != job.phase:
         columns["phase"] = phase
         append_event(session, job_id, EventType.PHASE, attempt=job.attempt, data={"phase": phase})
@@ -279,9 +279,9 @@ def _end_attempt(
 
 def _result_columns(
     job: JobRow, outcome: Outcome, target: JobState, *, is_free: bool
-) -> dict[str, Any]:
+) -> ColumnValues:
     """Return the columns of the job, other than its state, that the end of an attempt changes."""
-    columns: dict[str, Any] = {}
+    columns: ColumnValues = {}
     if outcome.measured:
         columns["measured"] = outcome.measured
     if outcome.observed:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
@@ -13,7 +12,7 @@ from sqlalchemy.orm import Session
 from services.shared.jobs.db.pagination import LARGEST_SEQ, checked_limit
 from services.shared.jobs.db.references import Dependency, lock_dependency
 from services.shared.jobs.db.tables import AttemptRow, EventRow, JobRow, ModelRow
-from services.shared.jobs.db.transitions import append_state_event, transition
+from services.shared.jobs.db.transitions import ColumnValues, append_state_event, transition
 from services.shared.jobs.documents import JobPlanDict
 from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound, prefix_field
 from services.shared.jobs.ids import new_id
@@ -281,7 +280,7 @@ def _own_recipe(spec: TeacherSpec | DistillSpec) -> Recipe:
     return Recipe() if spec.recipe == "auto" else spec.recipe
 
 
-def _columns(spec: TeacherSpec | DistillSpec, dependency: Dependency) -> dict[str, Any]:
+def _columns(spec: TeacherSpec | DistillSpec, dependency: Dependency) -> ColumnValues:
     return {
         "kind": spec.kind,
         "name": spec.name,

@@ -13,6 +13,9 @@ from services.shared.jobs.outcome import End
 from services.shared.jobs.state import TERMINAL, JobState, Reason, sources
 from services.shared.jobs.views import EventType
 
+# Of a row to insert or update, by column: values or SQL expressions.
+ColumnValues = dict[str, Any]
+
 _NO_LEASE = {"token": None, "lease_until": None, "worker": None}
 _LEASED = frozenset({JobState.RUNNING, JobState.CANCELLING})
 
@@ -92,9 +95,9 @@ def next_state(
     return JobState.FAILED, reason or Reason.CRASHED
 
 
-def _implied(target: JobState) -> dict[str, Any]:
+def _implied(target: JobState) -> ColumnValues:
     """Return the columns that a state fixes, whatever led to it."""
-    columns: dict[str, Any] = {} if target in _LEASED else dict(_NO_LEASE)
+    columns: ColumnValues = {} if target in _LEASED else dict(_NO_LEASE)
     if target is JobState.QUEUED:
         columns |= {"sent_at": func.now(), "phase": None}
     if target in TERMINAL:

@@ -127,13 +127,15 @@ def _frozen(teacher: Teacher | None, claim: Claim, planned: MemoryRecipe) -> Fro
     return frozen_teacher(teacher, planned, placement)
 
 
-def _facts(claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings) -> dict[str, Any]:
+def _facts(
+    claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings
+) -> dict[str, object]:
     """Return what was known of the job before it started, as fields of a case."""
     assert claim.resolved is not None
     machine = machine_of(claim.spec, settings)
     planned = job.recipe if job is not None and job.teacher is None else None
     engine = Engine.DDP if recipe.sharding == "none" else engine_of(settings)
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "model": _config(claim) if planned else {},
         "heads": list(claim.resolved.num_classes),
         "ranks": machine.ranks,
@@ -158,9 +160,9 @@ def _facts(claim: Claim, recipe: Recipe, job: _Job | None, settings: JobSettings
     return facts
 
 
-def _reported(cause: RootCause, *, run: RunDirectory, exit_code: int) -> dict[str, Any]:
+def _reported(cause: RootCause, *, run: RunDirectory, exit_code: int) -> dict[str, object]:
     """Return what the failed rank and its probe reported, as fields of a case."""
-    reported: dict[str, Any] = {"log": cause.log, "exit_code": exit_code}
+    reported: dict[str, object] = {"log": cause.log, "exit_code": exit_code}
     if cause.failure is not None:
         reported |= {"phase": cause.failure.phase, "step": cause.failure.step}
     ranks = run.ranks() if cause.rank is None else [cause.rank]
@@ -228,14 +230,14 @@ def _plan_with(
     ).plan
 
 
-def _config(claim: Claim) -> dict[str, Any]:
+def _config(claim: Claim) -> dict[str, object]:
     """Return the transformers config of a teacher job's model."""
     assert isinstance(claim.spec, TeacherSpec)
     source = claim.spec.model
     if source.config is None:
         assert claim.resolved is not None
         assert claim.resolved.model_dir is not None
-        found: dict[str, Any] = _read_json(claim.resolved.model_dir / "config.json")
+        found: dict[str, object] = _read_json(claim.resolved.model_dir / "config.json")
         return found
     config = dict(source.config)
     if isinstance(source.tokenizer, TrainedTokenizer):
