@@ -10,6 +10,7 @@ from typing import Annotated, Protocol
 from fastapi import Depends, Path, Query, Request
 
 from services.api.auth.keys import Keys
+from services.api.event_streams import EventStreams, StreamLimiter
 from services.api.limits.rate_limit import RateLimiters
 from services.api.limits.uploads import UploadLimiter
 from services.api.serving.prediction import Prediction
@@ -80,6 +81,17 @@ class AppContext:
     probes: Mapping[str, Probe] = field(default_factory=dict)
     rate_limiters: RateLimiters = field(default_factory=RateLimiters)
     upload_limiter: UploadLimiter = field(default_factory=UploadLimiter)
+    event_streams: EventStreams = field(init=False)
+    stream_limiter: StreamLimiter = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        streams = EventStreams(self.store, poll_seconds=settings.event_poll_seconds)
+        limiter = StreamLimiter(
+            max_streams=settings.event_streams, max_per_caller=settings.event_streams_per_key
+        )
+        object.__setattr__(self, "event_streams", streams)
+        object.__setattr__(self, "stream_limiter", limiter)
 
 
 async def _context(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
@@ -13,16 +14,16 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
-from services.api.auth.keys import requires
+from services.api.auth.keys import caller_of, requires
 from services.api.deps import AppContext, ContextDep, JobId
 from services.api.downsampling import RankSeries, Series, downsample, rank_memory
+from services.api.event_streams import EVENTS_AT_ONCE, JobFeed
 from services.api.openapi import problems
 from services.shared.files.tail import read_last_lines
 from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.errors import NotFound, Unavailable
 from services.shared.jobs.planning.plan_vs_measured import PlannedPhases
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
-from services.shared.jobs.state import TERMINAL
 from services.shared.jobs.views import EventView, JobView
 
 router = APIRouter(
@@ -31,7 +32,7 @@ router = APIRouter(
     responses=problems(401, 404, 422, 429, 500, 503),
 )
 
-EVENTS_AT_ONCE = 200
+MOST_WAIT_SECONDS = 30.0  # for a change; a stream then looks again by itself
 MOST_EVENTS = 500  # of the plain list; Last-Event-ID brings the next
 LAST_SEQ = 2**63 - 1
 
@@ -71,12 +72,14 @@ async def watch_job(
 ) -> Any:
     """Stream a job's events: `state`, `phase`, `evaluation` (with ids) and `progress` (without)."""
     await run_in_threadpool(context.store.job, job_id)  # an unknown job is a 404, not a stream
+    caller = caller_of(request)
     if _wants_json(request):
         return await run_in_threadpool(
             context.store.events, job_id, after_seq=last_event_id, limit=MOST_EVENTS
         )
+    context.stream_limiter.check(caller)
     return EventSourceResponse(
-        _events(job_id, context=context, after_seq=last_event_id),
+        _events(job_id, context=context, after_seq=last_event_id, caller=caller),
         ping=context.settings.event_ping_seconds,
     )
 
@@ -87,18 +90,24 @@ def _wants_json(request: Request) -> bool:
 
 
 async def _events(
-    job_id: str, *, context: AppContext, after_seq: int
+    job_id: str, *, context: AppContext, after_seq: int, caller: str
+) -> AsyncIterator[ServerSentEvent]:
+    with context.stream_limiter.stream(caller):
+        async with context.event_streams.subscribe(job_id, after_seq=after_seq) as feed:
+            async for event in _feed_events(job_id, feed, context=context, after_seq=after_seq):
+                yield event
+
+
+async def _feed_events(
+    job_id: str, feed: JobFeed, *, context: AppContext, after_seq: int
 ) -> AsyncIterator[ServerSentEvent]:
     clock = asyncio.get_running_loop().time
     ends_at = clock() + (context.settings.event_stream_seconds or math.inf)
     progress = None
     while clock() < ends_at:  # a client reconnects by itself and names the last id it saw
+        changed, job, has_ended = feed.changed, feed.job, feed.has_ended
         try:
-            # The job first: if it has ended, all its events are there to be read.
-            job = await run_in_threadpool(context.store.job, job_id)
-            events = await run_in_threadpool(
-                context.store.events, job_id, after_seq=after_seq, limit=EVENTS_AT_ONCE
-            )
+            events = await _events_after(job_id, feed, context=context, after_seq=after_seq)
         except Unavailable:
             await asyncio.sleep(context.settings.event_poll_seconds)
             continue
@@ -107,12 +116,24 @@ async def _events(
             yield ServerSentEvent(event.model_dump_json(), event=str(event.type), id=str(event.seq))
         if events:
             continue
-        if job.state in TERMINAL:
+        if has_ended:
             return
-        if job.progress is not None and job.progress != progress:
+        if job is not None and job.progress is not None and job.progress != progress:
             progress = job.progress
             yield ServerSentEvent(_progress_json(job), event="progress")
-        await asyncio.sleep(context.settings.event_poll_seconds)
+        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+            await asyncio.wait_for(changed.wait(), min(ends_at - clock(), MOST_WAIT_SECONDS))
+
+
+async def _events_after(
+    job_id: str, feed: JobFeed, *, context: AppContext, after_seq: int
+) -> list[EventView]:
+    kept = feed.after(after_seq)
+    if kept is not None:
+        return kept
+    return await run_in_threadpool(
+        context.store.events, job_id, after_seq=after_seq, limit=EVENTS_AT_ONCE
+    )
 
 
 def _progress_json(job: JobView) -> str:
