@@ -1,4 +1,4 @@
-"""`python -m tools.plan_errors`: the plan against traced runs, as the table of the docs.
+"""`python -m tools.plan_errors`: errors of the plan against traced runs, as in docs/memory.md.
 
 A trace is one dry run of a training step: exact peaks of allocated bytes on rank 0, by phase.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from services.shared.memory.architecture.shape import from_preset
 from services.shared.memory.hardware import machine
@@ -21,6 +21,33 @@ from services.shared.memory.recipe import Recipe
 TRACES = Path("tests/data/memory/traces.json")
 
 _PREFETCH = {"NO_PREFETCH": "none", "BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
+
+
+class TraceDict(TypedDict):
+    """One traced run; what the plan does not read is left out."""
+
+    name: str
+    model: str
+    ranks: int
+    heads: list[int]
+    fsdp: int
+    reshard_after_forward: bool
+    prefetch: str | None
+    explicit_attention_mask: bool
+    wrap: str
+    embedding: str
+    parameters: str
+    compute: str
+    reduce: str
+    optimizer: str
+    optimizer_impl: str
+    optimizer_in_backward: bool
+    activation_checkpointing: bool
+    attention: str
+    micro_batch: int
+    sequence_length: int
+    traced_peak_bytes: int
+    traced_phase_peaks_bytes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -38,12 +65,12 @@ class TraceError:
         return self.planned_peak_bytes / self.traced_peak_bytes - 1
 
 
-def trace_errors(traces: Sequence[Mapping[str, Any]]) -> list[TraceError]:
+def trace_errors(traces: Sequence[TraceDict]) -> list[TraceError]:
     """Return the plan's errors on each of `traces`."""
     return [_trace_error(trace) for trace in traces]
 
 
-def plan_of(trace: Mapping[str, Any]) -> Plan:
+def plan_of(trace: TraceDict) -> Plan:
     """Return the plan of the job that a trace ran."""
     reshard = trace["reshard_after_forward"]
     recipe = Recipe().with_changes(
@@ -55,8 +82,19 @@ def plan_of(trace: Mapping[str, Any]) -> Plan:
             # SHARD_GRAD_OP was traced without original parameters, which are what keeps the
             # checkpoint's shards alive after an upcast.
             "upcast_after_wrap": reshard,
+            "wrap": trace["wrap"],
+            "embedding": trace["embedding"],
+            "parameters": trace["parameters"],
+            "compute": trace["compute"],
+            "reduce": trace["reduce"],
+            "optimizer": trace["optimizer"],
+            "optimizer_impl": trace["optimizer_impl"],
+            "optimizer_in_backward": trace["optimizer_in_backward"],
+            "activation_checkpointing": trace["activation_checkpointing"],
+            "attention": trace["attention"],
+            "micro_batch": trace["micro_batch"],
+            "sequence_length": trace["sequence_length"],
         }
-        | {name: trace[name] for name in _SAME_NAMES}
     )
     shape = from_preset(trace["model"], heads=trace["heads"])
     # A dry run on a CPU takes the CPU's kernels.
@@ -80,23 +118,7 @@ def table(errors: Sequence[TraceError]) -> str:
     return "\n".join(lines)
 
 
-_SAME_NAMES = (
-    "wrap",
-    "embedding",
-    "parameters",
-    "compute",
-    "reduce",
-    "optimizer",
-    "optimizer_impl",
-    "optimizer_in_backward",
-    "activation_checkpointing",
-    "attention",
-    "micro_batch",
-    "sequence_length",
-)
-
-
-def _trace_error(trace: Mapping[str, Any]) -> TraceError:
+def _trace_error(trace: TraceDict) -> TraceError:
     planned = plan_of(trace)
     peaks: dict[str, int] = {}
     for point in planned.points:

@@ -1,10 +1,12 @@
-"""What a recipe derives from its surroundings."""
+"""The recipe: its JSON, and the engine of a torch version."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
-from services.shared.memory.recipe import Engine
+from services.shared.memory.recipe import Engine, PlannedRecipeDict, Recipe
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,9 @@ from services.shared.memory.recipe import Engine
 )
 def test_fsdp2_is_used_from_torch_2_6_on(version: str, engine: Engine) -> None:
     assert Engine.of_torch(version) is engine
+
+
+def test_the_json_of_a_recipe_has_the_fields_of_a_recipe() -> None:
+    names = [field.name for field in fields(Recipe)]
+    assert list(PlannedRecipeDict.__annotations__) == names
+    assert list(Recipe().to_dict()) == names

@@ -1,11 +1,11 @@
-"""The memory that this process may take: the host's, or less where a container limits it."""
+"""The memory available to this process: the host's, or less where a container limits it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 _ROOT = Path("/")
-# A v1 group without limit says 2^63 rounded down to a page.
+# A v1 group without a limit has 2^63, rounded down to a page.
 _UNLIMITED_BYTES = 2**60
 
 
@@ -41,8 +41,8 @@ def _memberships(root: Path) -> list[tuple[str, str]]:
 def _limits(tree: Path, path: str, name: str) -> list[int]:
     """Return the limits of a group and of all groups above it.
 
-    Inside a container the path may be the host's, which is not mounted: then the tree's own root is
-    the group.
+    In a container the path may be that on the host, which is not mounted: the root of the tree is
+    then the group.
     """
     folder = tree / path.lstrip("/")
     limits = []

@@ -1,4 +1,4 @@
-"""The one mistake the memory room reports: an input that cannot be planned."""
+"""The error of the memory package: an input that cannot be planned."""
 
 from collections.abc import Iterable
 
@@ -10,5 +10,5 @@ class InvalidInput(ValueError):
         self.field = field
         self.problem = problem
         self.accepted = accepted if isinstance(accepted, str) else ", ".join(accepted)
-        tail = f"; accepted: {self.accepted}" if self.accepted else ""
-        super().__init__(f"{field}: {problem}{tail}")
+        accepted_text = f"; accepted: {self.accepted}" if self.accepted else ""
+        super().__init__(f"{field}: {problem}{accepted_text}")

@@ -1,4 +1,4 @@
-"""Devices and hosts: how much memory each kind gives to tensors, and how sure we are of it."""
+"""Devices and hosts: their memory, the part reserved, and the uncertainty of that part."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGEST_RANKS = 16_384
 
 
 class Device(NamedTuple):
-    """A kind of accelerator: what its driver reports, and what is never ours.
+    """A kind of accelerator: the memory its driver reports, and the part not available to tensors.
 
     `reserve_bytes` covers the runtime's context, collective buffers and library workspaces;
     `uncertainty_bytes` is how far the reserve may be off, the fragmentation of the allocator
@@ -30,7 +30,7 @@ class Device(NamedTuple):
 class Hardware:
     """The machine a job runs on: `ranks` devices of one kind, and one host for all of them.
 
-    Raises InvalidInput for ranks out of range and for a reserve that leaves nothing.
+    Raises InvalidInput for ranks out of range and for a reserve that leaves no memory.
     """
 
     device: Device
@@ -65,7 +65,7 @@ def machine(
     reserve_bytes: int | None = None,
     host_memory_bytes: int | None = None,
 ) -> Hardware:
-    """Return the hardware of `ranks` devices of a known kind, its numbers overridden where given.
+    """Return the hardware of `ranks` devices of a known kind, with the given sizes in place of its own.
 
     Raises InvalidInput for an unknown kind, with the known ones.
     """
@@ -81,26 +81,26 @@ def find_device(name: str) -> Device:
 
     Raises InvalidInput with the known kinds.
     """
-    squeezed = _squeeze(name)
+    normalised = _normalise(name)
     for device in DEVICES.values():
-        if _squeeze(device.name) == squeezed:
+        if _normalise(device.name) == normalised:
             return device
-    if squeezed in _OTHER_NAMES:
-        return DEVICES[_OTHER_NAMES[squeezed]]
+    if normalised in _OTHER_NAMES:
+        return DEVICES[_OTHER_NAMES[normalised]]
     raise InvalidInput("device", f"unknown kind {name!r}", accepted=DEVICES)
 
 
 def _scaled_reserve(device: Device, memory_bytes: int) -> int:
-    """Keep the kind's reserve, but never more than half of a card made small for a test."""
+    """Return the kind's reserve, but never more than half of the memory, which tests make small."""
     return min(device.reserve_bytes, memory_bytes // 2)
 
 
-def _squeeze(name: str) -> str:
+def _normalise(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 # The reserve of a DCU is what the one published failure leaves: 63.98 GiB of card, and the largest
-# request that ever met 60.27 GiB allocated plus requested (the golden case); rounded up. Context
+# request seen reached 60.27 GiB allocated plus requested (the golden case); rounded up. Context
 # and collectives of its kind on MI250X: 90 MiB and 950 MiB for the first communicator, 653 MiB for
 # each further one (LUMI container validation), so a third of a gibibyte is unexplained at most.
 _DCU = "golden case: 63.98 GiB card, 60.27 GiB usable at failure; HCU container toolkit (65520 MiB)"
@@ -144,7 +144,7 @@ DEVICES: dict[str, Device] = {
         _device("rtx3090", 24118, 1024, 512, _CUDA),
         _device("rtx4090", 24112, 1024, 512, _CUDA),
         _device("910b", 62464, 4096, 2048, "Ascend 910B, 61 GiB usable of 64; reserve estimated"),
-        _device("cpu", 8192, 512, 512, "no driver: tell it the memory a rank may take"),
+        _device("cpu", 8192, 512, 512, "no driver: state the memory of a rank"),
     )
 }
 _OTHER_NAMES = {

@@ -26,9 +26,9 @@ class Precision(str, Enum):
 
 
 class Sharding(str, Enum):
-    """What is divided over the ranks.
+    """What is sharded over the ranks.
 
-    `grad_op` keeps parameters whole from forward to backward; `hybrid` shards within groups of
+    `grad_op` keeps parameters unsharded from forward to backward; `hybrid` shards within groups of
     `shard_ranks` and replicates over the groups; `none` replicates everything.
     """
 
@@ -41,7 +41,7 @@ class Sharding(str, Enum):
 
 
 class Engine(str, Enum):
-    """Who shards or replicates: torch's FullyShardedDataParallel, fully_shard, or DDP."""
+    """The sharding or replicating engine: torch's FullyShardedDataParallel, fully_shard, or DDP."""
 
     FSDP1 = "fsdp1"
     FSDP2 = "fsdp2"
@@ -97,7 +97,7 @@ class Embedding(str, Enum):
 
 
 class Attention(str, Enum):
-    """The attention kernel: `sdpa` is flash or memory-efficient, `math` builds whole scores."""
+    """The attention kernel: `sdpa` is flash or memory-efficient, `math` materialises scores."""
 
     SDPA = "sdpa"
     EAGER = "eager"
@@ -117,7 +117,7 @@ class Prefetch(str, Enum):
 
 
 class Offload(str, Enum):
-    """What lives in host memory: nothing, the optimizer state, or parameters and gradients too."""
+    """What is kept in host memory: nothing, the optimizer state, or parameters and gradients too."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -138,13 +138,13 @@ class Loading(str, Enum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every knob that the memory of a training job depends on; defaults are the trainer's.
+    """Every setting that the memory of a training job depends on; defaults are the trainer's.
 
-    `micro_batch` texts of `sequence_length` tokens pass a rank at once; `accumulate` micro-batches
-    make a step, and with `reduce_each` false their gradients stay whole on every rank until the
-    last. `reshard_root` frees FSDP2's root between forward and backward. `attention_mask` says that
-    an explicit mask is materialised. `upcast_after_wrap` is accelerate's FSDP1 habit: wrapping in
-    the checkpoint's dtype, then raising the shards.
+    A micro-batch is `micro_batch` texts of `sequence_length` tokens on each rank; `accumulate`
+    micro-batches make a step, and with `reduce_each` false their gradients stay unsharded on every
+    rank until the last. `reshard_root` frees FSDP2's root between forward and backward.
+    `attention_mask`: an explicit mask is materialised. `upcast_after_wrap`: FSDP1 as accelerate uses
+    it, wrapping in the checkpoint's dtype and then upcasting the shards.
     Raises InvalidInput for values out of range and for combinations that do not exist.
     """
 
@@ -202,7 +202,7 @@ class Recipe:
 
     @property
     def upcasts(self) -> bool:
-        """Whether FSDP1's shards are raised after wrapping, as accelerate does."""
+        """Whether FSDP1's shards are upcast after wrapping, as accelerate does."""
         return (
             self.engine is Engine.FSDP1
             and self.upcast_after_wrap
@@ -211,19 +211,19 @@ class Recipe:
 
     @property
     def accumulated_gradient_width(self) -> int:
-        """Bytes of one value of a gradient kept whole over micro-batches.
+        """Bytes of one value of a gradient kept unsharded over micro-batches.
 
-        FSDP2 keeps them in the reduce dtype, FSDP1 in the compute dtype.
+        FSDP2 keeps these in the reduce dtype, FSDP1 in the compute dtype.
         """
         compute, reduce = self.compute.size_bytes, self.reduce.size_bytes
         return max(compute, reduce) if self.engine is Engine.FSDP2 else compute
 
     @property
     def accumulates_in_place(self) -> bool:
-        """Whether a later micro-batch adds each weight's gradient at once into one kept whole.
+        """Whether a later micro-batch adds each weight's gradient directly to an unsharded one.
 
-        FSDP1 adds flat gradients of whole units; FSDP2 keeps them in the reduce dtype, apart from
-        those of the micro-batch, where that is not the compute dtype.
+        FSDP1 adds flat gradients of whole units; FSDP2 keeps them in the reduce dtype, separate
+        from those of the micro-batch, where that is not the compute dtype.
         """
         if self.engine is Engine.FSDP1:
             return False
@@ -231,11 +231,11 @@ class Recipe:
         return whole and self.reduce is self.compute
 
     def with_changes(self, changes: Mapping[str, Any]) -> Recipe:
-        """Return this recipe with named knobs changed; raise InvalidInput for an unknown one."""
+        """Return this recipe with the named fields changed; raise InvalidInput for an unknown one."""
         known = [field.name for field in fields(self)]
         for name in changes:
             if name not in known:
-                raise InvalidInput(name, "is no knob of a recipe", accepted=known)
+                raise InvalidInput(name, "is not a field of a recipe", accepted=known)
         return replace(self, **changes)
 
     def to_dict(self) -> PlannedRecipeDict:

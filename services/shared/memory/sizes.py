@@ -1,4 +1,4 @@
-"""Sizes in bytes: reading what people write, and writing what people read."""
+"""Parses and formats sizes in bytes."""
 
 import re
 
@@ -28,7 +28,7 @@ LARGEST_SIZE_BYTES = 2**50
 def parse_size(text: str, *, field: str = "size") -> int:
     """Return the bytes that `text` names; 64GB and 64GiB differ.
 
-    Raises InvalidInput without a unit, with an unknown one, or for zero and absurd sizes.
+    Raises InvalidInput without a unit, with an unknown one, or for zero and for sizes out of range.
     """
     if len(text) > _LONGEST_SIZE:
         raise InvalidInput(field, f"{text[:_LONGEST_SIZE]!r}... is not a size", accepted=_ACCEPTED)
@@ -44,7 +44,7 @@ def parse_size(text: str, *, field: str = "size") -> int:
 
 
 def check_size(size_bytes: int, *, field: str) -> int:
-    """Return `size_bytes` unchanged; raise InvalidInput when it is not positive or is absurd."""
+    """Return `size_bytes` unchanged; raise InvalidInput when it is out of range."""
     if isinstance(size_bytes, bool) or not isinstance(size_bytes, int):
         raise InvalidInput(field, f"{size_bytes!r} is not a whole number of bytes")
     if not 0 < size_bytes <= LARGEST_SIZE_BYTES:
@@ -53,7 +53,7 @@ def check_size(size_bytes: int, *, field: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Write bytes the way torch's out-of-memory text does: binary units, two decimals."""
+    """Format bytes as torch's out-of-memory messages do: binary units, two decimals."""
     magnitude = abs(size_bytes)
     for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if magnitude >= unit:

@@ -1,4 +1,4 @@
-"""The tape: what is alive when, by the rules of autograd."""
+"""The allocation tape: which storages are alive, by the rules of autograd."""
 
 from services.shared.memory.planning.allocation_tape import Gradient, Tape, rounded
 
@@ -9,7 +9,7 @@ def test_an_allocation_counts_in_blocks_of_512_bytes() -> None:
     assert [rounded(size) for size in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
-def test_an_output_is_freed_with_its_last_name() -> None:
+def test_an_output_is_freed_with_its_last_reference() -> None:
     tape = Tape(saving=True)
     out = tape.op("scale", _MIB)
     assert tape.live_bytes == _MIB
@@ -17,7 +17,7 @@ def test_an_output_is_freed_with_its_last_name() -> None:
     assert tape.live_bytes == 0
 
 
-def test_what_backward_needs_outlives_its_names() -> None:
+def test_what_backward_needs_outlives_its_references() -> None:
     tape = Tape(saving=True)
     x = tape.external(_MIB, "x")
     wide = tape.op("up", 4 * _MIB, [Gradient(x, _MIB)], saves=[x])
@@ -44,7 +44,7 @@ def test_backward_frees_what_was_saved_and_leaves_the_input_s_gradient() -> None
     assert tape.live_bytes == _MIB + 2 * _MIB
 
 
-def test_two_gradients_of_one_value_meet_in_a_third_tensor() -> None:
+def test_two_gradients_of_one_value_are_summed_in_a_third_tensor() -> None:
     tape = Tape(saving=True)
     x = tape.external(_MIB, "x")
     left = tape.op("left", _MIB, [Gradient(x, _MIB)])
@@ -57,7 +57,7 @@ def test_two_gradients_of_one_value_meet_in_a_third_tensor() -> None:
     assert tape.live_bytes == _MIB
 
 
-def test_views_cost_nothing_until_their_gradients_are_joined() -> None:
+def test_views_allocate_nothing_until_their_gradients_are_concatenated() -> None:
     tape = Tape(saving=True)
     x = tape.external(_MIB, "x")
     fused = tape.op("fused", 3 * _MIB, [Gradient(x, _MIB)], saves=[x])
@@ -79,7 +79,7 @@ def test_records_rise_and_end_at_the_maximum() -> None:
     assert [moment.live_bytes // _MIB for moment in tape.records] == [3, 4, 5]
 
 
-def test_gradients_added_in_place_do_not_pile_up() -> None:
+def test_gradients_added_in_place_do_not_accumulate_memory() -> None:
     tape = Tape(saving=True, adding=True)
     x = tape.external(_MIB, "x")
     out = tape.op("up", _MIB, [Gradient(x, _MIB)], weight_bytes=[2 * _MIB])

@@ -1,11 +1,9 @@
-"""The ladder: only what fits, the least loss of fidelity first, each rung applicable."""
-
-from typing import Any
+"""Alternatives: only what fits, the least loss of fidelity first, each applicable."""
 
 import pytest
 
 from services.shared.memory.architecture.shape import from_preset
-from services.shared.memory.hardware import machine
+from services.shared.memory.hardware import Hardware, machine
 from services.shared.memory.planning.alternatives import alternatives, choose, refused_by_host
 from services.shared.memory.planning.plan import plan
 from services.shared.memory.planning.plan_contract import Verdict
@@ -16,7 +14,7 @@ _GOLDEN = from_preset("qwen3-32b", heads=(3, 7))
 _FSDP1 = Recipe().with_changes({"engine": "fsdp1"})
 
 
-def _machine(ranks: int = 8, host: int | None = 125 * GIB) -> Any:
+def _machine(ranks: int = 8, host: int | None = 125 * GIB) -> Hardware:
     return machine("k100_ai", ranks=ranks, host_memory_bytes=host)
 
 
@@ -28,7 +26,7 @@ def test_the_golden_case_fits_first_with_the_optimizer_in_backward(ranks: int) -
     assert first.plan.verdict is Verdict.FITS
 
 
-def test_what_loses_nothing_comes_before_what_loses_something() -> None:
+def test_lossless_alternatives_come_before_lossy_ones() -> None:
     lossless = [a.lossless for a in alternatives(_GOLDEN, _FSDP1, _machine())]
     assert lossless == sorted(lossless, reverse=True)
     assert False in lossless

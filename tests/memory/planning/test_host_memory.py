@@ -1,4 +1,4 @@
-"""The host's part of a plan, and what a container leaves of the host."""
+"""Host memory of a plan, and the limits of containers."""
 
 from pathlib import Path
 
@@ -86,5 +86,5 @@ def test_without_a_container_the_host_s_own_memory_counts(tmp_path: Path) -> Non
     assert host_memory_bytes(root) == 1024 * 1024
 
 
-def test_a_machine_that_tells_nothing_gives_no_number(tmp_path: Path) -> None:
+def test_a_machine_without_proc_files_has_no_known_memory(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path) is None

@@ -1,4 +1,4 @@
-"""The plan: golden numbers, traced runs, books that balance, monotone in everything it should be."""
+"""The plan: golden numbers, traced runs, components that sum up, monotonicity."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from services.shared.memory.planning.plan import Plan, plan
 from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import Offload, Recipe, Wrap
 from services.shared.memory.sizes import GIB, MIB
-from tools.plan_errors import TRACES, trace_errors
+from tools.plan_errors import TRACES, TraceError, trace_errors
 
 _TRACES = json.loads((Path(__file__).parents[3] / TRACES).read_text(encoding="utf-8"))
 _GOLDEN = from_preset("qwen3-32b", heads=(3, 7))
@@ -73,7 +73,7 @@ def test_the_golden_case_has_its_published_peaks(
     assert planned.verdict is verdict
 
 
-def test_the_golden_case_dies_as_its_message_says() -> None:
+def test_the_golden_case_fails_as_its_message_says() -> None:
     crossing = _golden().first_exceeding(int(60.27 * GIB))
     assert crossing is not None
     assert crossing.allocated_bytes / GIB == pytest.approx(59.371, abs=0.001)
@@ -81,7 +81,7 @@ def test_the_golden_case_dies_as_its_message_says() -> None:
     assert (crossing.point.phase, crossing.point.step, crossing.point.layer) == ("backward", 2, 14)
 
 
-def test_whole_gradients_of_an_accumulated_step_die_in_its_first_backward() -> None:
+def test_unsharded_gradients_of_an_accumulated_step_fail_in_its_first_backward() -> None:
     crossing = _golden(accumulate=2, reduce_each=False).first_exceeding(int(60.27 * GIB))
     assert crossing is not None
     assert crossing.allocated_bytes / GIB == pytest.approx(59.406, abs=0.001)
@@ -99,7 +99,7 @@ def test_whole_gradients_of_an_accumulated_step_die_in_its_first_backward() -> N
         (7, "fused", 61.0, 60.98, 160),
     ],
 )
-def test_other_optimizers_would_have_died_in_their_first_step(
+def test_other_optimizers_fail_in_their_first_step(
     ranks: int, impl: str, budget: float, allocated: float, request_mib: int
 ) -> None:
     crossing = _golden(ranks, optimizer_impl=impl).first_exceeding(int(budget * GIB))
@@ -110,14 +110,14 @@ def test_other_optimizers_would_have_died_in_their_first_step(
     assert crossing.request_bytes / MIB == pytest.approx(request_mib, abs=0.5)
 
 
-def test_a_layer_unit_is_what_the_golden_message_asked_for() -> None:
+def test_a_layer_unit_has_the_size_of_the_golden_request() -> None:
     planned = _golden()
     assert planned.layer_unit_bytes == 487_598_336 * 2
     assert planned.root_unit_bytes / GIB == pytest.approx(1.4491, abs=0.0001)
 
 
 @pytest.mark.parametrize("error", trace_errors(_TRACES), ids=lambda error: error.name)
-def test_the_plan_meets_every_traced_run(error: Any) -> None:
+def test_the_plan_meets_every_traced_run(error: TraceError) -> None:
     assert abs(error.peak) < 0.001
     assert error.phases
     for name, value in error.phases.items():
@@ -165,7 +165,9 @@ def _plan(name: str, changes: dict[str, Any], *, ranks: int = 4, layers: int = 8
 
 @given(model=_MODELS, changes=_RECIPES)
 @settings(deadline=None, max_examples=120)
-def test_the_parts_of_every_point_sum_to_the_whole(model: str, changes: dict[str, Any]) -> None:
+def test_the_components_of_every_point_sum_to_its_live_bytes(
+    model: str, changes: dict[str, Any]
+) -> None:
     for point in _plan(model, changes).timeline:
         assert sum(point.components) == point.live_bytes
         assert min(point.components) >= 0
@@ -174,7 +176,7 @@ def test_the_parts_of_every_point_sum_to_the_whole(model: str, changes: dict[str
 
 @given(model=_MODELS, changes=_RECIPES)
 @settings(deadline=None, max_examples=120)
-def test_no_peak_hides_between_the_ends(model: str, changes: dict[str, Any]) -> None:
+def test_no_middle_layer_has_the_peak(model: str, changes: dict[str, Any]) -> None:
     planned = _plan(model, changes, layers=11)
     peak = max(p.live_bytes for p in planned.timeline if p.phase is not PlanPhase.EVALUATION)
     assert planned.peak_bytes == peak
@@ -190,7 +192,7 @@ def test_more_tokens_never_take_less(model: str, changes: dict[str, Any], length
     assert shorter.peak_bytes <= more_texts.peak_bytes
 
 
-def test_whole_gradients_are_let_go_of_where_the_first_layer_is_smaller_than_the_others() -> None:
+def test_unsharded_gradients_are_freed_where_the_first_layer_is_smaller_than_the_others() -> None:
     changes = {"engine": "fsdp2", "accumulate": 2, "reduce_each": False, "attention_mask": False}
     planned = _plan("modernbert-base", changes | {"activation_checkpointing": False})
     for point in planned.timeline:
@@ -206,7 +208,9 @@ def test_more_layers_never_take_less(model: str, changes: dict[str, Any], layers
 
 @given(model=_MODELS, changes=_RECIPES, ranks=st.integers(1, 31))
 @settings(deadline=None, max_examples=80)
-def test_more_ranks_never_cost_more_a_rank(model: str, changes: dict[str, Any], ranks: int) -> None:
+def test_more_ranks_never_take_more_per_rank(
+    model: str, changes: dict[str, Any], ranks: int
+) -> None:
     fewer, more = (_plan(model, changes, ranks=count).peak_bytes for count in (ranks, ranks + 1))
     # Every tensor is padded to whole rows on every rank: a few rows of each unit at most.
     assert more <= fewer * 1.01
@@ -225,7 +229,7 @@ def test_under_fsdp2_groups_keep_what_they_sum_to_the_end_of_backward() -> None:
     assert groups.peak_bytes == _golden(4, engine="fsdp2").peak_bytes + kept
 
 
-def test_offloading_everything_leaves_the_device_and_fills_the_host() -> None:
+def test_offloading_everything_empties_the_device_and_fills_the_host() -> None:
     planned = _golden(offload="all")
     assert planned.verdict is Verdict.FITS
     assert planned.host_verdict is Verdict.DOES_NOT_FIT
@@ -240,14 +244,14 @@ def test_evaluation_takes_less_than_training_and_more_than_the_state() -> None:
     assert state < evaluation.live_bytes < planned.phase_peaks[PlanPhase.FORWARD].live_bytes
 
 
-def test_export_adds_one_part_of_one_parameter() -> None:
+def test_export_adds_one_shard_of_one_parameter() -> None:
     planned = _golden(engine="fsdp2")
     export = planned.phase_peaks[PlanPhase.EXPORT]
     state = planned.job.parameter_bytes + planned.job.state_bytes
     assert export.live_bytes - state == 151_936 * 5120 // 8 * 2
 
 
-def test_a_distillation_holds_the_teacher_beside_the_student() -> None:
+def test_a_distillation_holds_the_teacher_and_the_student() -> None:
     teacher, student = _GOLDEN, from_preset("qwen3-0.6b", heads=(3, 7))
     recipe = Recipe().with_changes({"micro_batch": 4, "sequence_length": 512})
     hardware = machine("k100_ai", ranks=8)
@@ -264,7 +268,7 @@ def test_a_distillation_holds_the_teacher_beside_the_student() -> None:
     )
 
 
-def test_a_replicated_teacher_lies_whole_on_every_rank() -> None:
+def test_a_replicated_teacher_is_whole_on_every_rank() -> None:
     teacher, student = from_preset("qwen3-8b"), from_preset("qwen3-0.6b")
     hardware = machine("k100_ai", ranks=8)
     whole = FrozenTeacher(teacher, Placement.REPLICATED)
@@ -336,10 +340,10 @@ def test_the_json_has_the_contract_s_fields_and_its_components_sum_to_the_peak()
         ({"parameters": "int8"}, "parameters: 'int8'; accepted: float32, bfloat16"),
         ({"sharding": "hybrid"}, "shard_ranks: is the group size of hybrid sharding"),
         ({"engine": "ddp"}, "DDP does not shard"),
-        ({"speed": "high"}, "speed: is no knob of a recipe; accepted: sharding"),
+        ({"speed": "high"}, "speed: is not a field of a recipe; accepted: sharding"),
     ],
 )
-def test_a_bad_recipe_is_refused_by_the_name_of_its_field(
+def test_an_invalid_recipe_is_rejected_by_the_name_of_its_field(
     changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
@@ -355,7 +359,7 @@ def test_a_bad_recipe_is_refused_by_the_name_of_its_field(
         (2048, "2048 ranks share a weight of 1024 rows"),
     ],
 )
-def test_a_bad_number_of_ranks_is_refused(ranks: int, words: str) -> None:
+def test_an_invalid_number_of_ranks_is_rejected(ranks: int, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         _golden(ranks)
 

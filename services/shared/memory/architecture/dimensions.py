@@ -1,4 +1,4 @@
-"""The numbers that fix a transformer's parameters: one record per architecture family."""
+"""The numbers that determine a transformer's parameter tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True)
 class Dimensions:
-    """What a config.json says of the parameters; sizes in elements."""
+    """The sizes of a model, in elements, as its config.json has them."""
 
     family: Family
     hidden_size: int
@@ -105,15 +105,15 @@ class Dimensions:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together; not the hidden size where head_dim is its own."""
+        """Width of all query heads together; not the hidden size where head_dim is set apart from it."""
         return self.num_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Width of all key heads together, which is that of the value heads."""
+        """Width of all key heads together; that of the value heads is the same."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys pass a norm of their own."""
+        """Whether queries and keys have a norm of their own."""
         return self.family in (Family.QWEN3, Family.GEMMA3, Family.QWEN3_MOE)

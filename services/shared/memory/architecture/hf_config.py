@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json: which keys each architecture writes its sizes under."""
+"""Reads and writes the sizes in a Hugging Face config.json, by each architecture's keys."""
 
 from __future__ import annotations
 
@@ -16,49 +16,7 @@ from services.shared.memory.architecture.dimensions import (
 )
 from services.shared.memory.errors import InvalidInput
 
-
-def config_of(dims: Dimensions) -> dict[str, Any]:
-    """Return a config with these dimensions, everything else left to the architecture's defaults.
-
-    Raises InvalidInput where a config of the sizes alone would not say all of them.
-    """
-    family = dims.family
-    config: dict[str, Any] = {
-        "hidden_size": dims.hidden_size,
-        "intermediate_size": dims.intermediate_size,
-        "num_hidden_layers": dims.num_layers,
-        "num_attention_heads": dims.num_heads,
-        "vocab_size": dims.vocab_size,
-        "pad_token_id": 0,  # by default that of the published vocabulary
-        "tie_word_embeddings": dims.tied,
-    }
-    if family in LLAMA_LIKE or family is Family.PHI3:
-        config |= {"num_key_value_heads": dims.num_kv_heads, "head_dim": dims.head_dim}
-        config["sliding_window"] = dims.window
-    if family in _WINDOW_SWITCHES:
-        config["use_sliding_window"] = dims.window is not None
-    if family is not Family.QWEN2 and (family in LLAMA_LIKE or family is Family.MODERNBERT):
-        config["attention_bias"] = dims.attention_bias
-    if family in (Family.LLAMA, Family.GRANITE, Family.MODERNBERT):
-        config["mlp_bias"] = dims.mlp_bias
-    if family is Family.OPT:
-        config["word_embed_proj_dim"] = dims.hidden_size
-    if dims.max_positions:
-        config["max_position_embeddings"] = dims.max_positions
-    if family in BERT_LIKE and dims.token_types:
-        config["type_vocab_size"] = dims.token_types
-    aliases = ALIASES.get(family, {})
-    written = {"model_type": str(family)}
-    written |= {aliases.get(name, name): value for name, value in config.items()}
-    if dimensions_of(written) != dims:
-        raise InvalidInput("model", f"a {family} config cannot be written from its sizes")
-    return written
-
-
-_WINDOW_SWITCHES = frozenset({Family.QWEN2, Family.QWEN3})
-
-
-# No published dense model comes near these; beyond them a key was mistyped.
+# Far beyond any published dense model: a larger number is a typing error.
 _LARGEST = 10_000_000
 # A plan walks every layer. The deepest published models have 126 (decoders) and 2 x 24 (T5).
 _MOST_LAYERS = 1_000
@@ -92,9 +50,10 @@ ALIASES: dict[Family, dict[str, str]] = {
 ALIASES[Family.GPT_BIGCODE] = ALIASES[Family.GPT2]
 
 _FOUR_TIMES = frozenset({Family.GPT2, Family.GPT_BIGCODE, Family.BLOOM, Family.FALCON})
+_WINDOW_SWITCHES = frozenset({Family.QWEN2, Family.QWEN3})
 _GROUPED = LLAMA_LIKE | EXPERT_FAMILIES | {Family.PHI3}
 _POSITIONS = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.OPT}
-# transformers 5: these configs tie input and output embeddings unless told otherwise.
+# transformers 5: these configs tie input and output embeddings by default.
 _TIED = frozenset(
     {Family.GEMMA, Family.GEMMA2, Family.GEMMA3, Family.GPT2, Family.GPT_BIGCODE, Family.FALCON}
     | {Family.BLOOM, Family.OPT, Family.T5}
@@ -129,8 +88,46 @@ def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     return _dimensions(family, keys)
 
 
+def config_of(dims: Dimensions) -> dict[str, Any]:
+    """Return a config with these dimensions, everything else left to the architecture's defaults.
+
+    Raises InvalidInput where such a config would not have these dimensions.
+    """
+    family = dims.family
+    config: dict[str, Any] = {
+        "hidden_size": dims.hidden_size,
+        "intermediate_size": dims.intermediate_size,
+        "num_hidden_layers": dims.num_layers,
+        "num_attention_heads": dims.num_heads,
+        "vocab_size": dims.vocab_size,
+        "pad_token_id": 0,  # the default is that of the published vocabulary
+        "tie_word_embeddings": dims.tied,
+    }
+    if family in LLAMA_LIKE or family is Family.PHI3:
+        config |= {"num_key_value_heads": dims.num_kv_heads, "head_dim": dims.head_dim}
+        config["sliding_window"] = dims.window
+    if family in _WINDOW_SWITCHES:
+        config["use_sliding_window"] = dims.window is not None
+    if family is not Family.QWEN2 and (family in LLAMA_LIKE or family is Family.MODERNBERT):
+        config["attention_bias"] = dims.attention_bias
+    if family in (Family.LLAMA, Family.GRANITE, Family.MODERNBERT):
+        config["mlp_bias"] = dims.mlp_bias
+    if family is Family.OPT:
+        config["word_embed_proj_dim"] = dims.hidden_size
+    if dims.max_positions:
+        config["max_position_embeddings"] = dims.max_positions
+    if family in BERT_LIKE and dims.token_types:
+        config["type_vocab_size"] = dims.token_types
+    aliases = ALIASES.get(family, {})
+    written = {"model_type": str(family)}
+    written |= {aliases.get(name, name): value for name, value in config.items()}
+    if dimensions_of(written) != dims:
+        raise InvalidInput("model", f"the sizes of this {family} model do not determine a config")
+    return written
+
+
 class _Keys:
-    """A config seen through the names that most architectures use."""
+    """Reads a config by the key names that most architectures use."""
 
     def __init__(self, family: Family, config: Mapping[str, Any]) -> None:
         self._aliases = ALIASES.get(family, {})

@@ -34,7 +34,7 @@ class Tensor(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Parameters that stand together in the model: a layer, the embedding, the heads."""
+    """The parameters of one part of the model: a layer, the embedding, the heads."""
 
     kind: UnitKind
     name: str
@@ -66,7 +66,7 @@ def layer_units(dims: Dimensions) -> tuple[Unit, ...]:
 
 
 def embedding_unit(dims: Dimensions) -> Unit:
-    """Return everything in front of the first layer."""
+    """Return everything before the first layer."""
     h, name = dims.hidden_size, _EMBEDDING_NAME.get(dims.family, "embed_tokens")
     tensors = [Tensor(f"{name}.weight", (dims.vocab_size, h))]
     if dims.family in BERT_LIKE:
@@ -276,7 +276,7 @@ def _modernbert_layer(dims: Dimensions, *, first: bool) -> tuple[Tensor, ...]:
 
 def _gpt2_layer(dims: Dimensions) -> tuple[Tensor, ...]:
     h, wide, qkv = dims.hidden_size, dims.intermediate_size, _fused_width(dims)
-    # GPT-2 keeps its weights as (in, out): a convolution of width one, not a linear layer.
+    # GPT-2 stores its weights as (in, out): a convolution of width one, not a linear layer.
     swap = dims.family is Family.GPT2
     tensors = _norm("ln_1", h) + _linear("attn.c_attn", qkv, h, bias=True, swap=swap)
     tensors += _linear("attn.c_proj", h, h, bias=True, swap=swap) + _norm("ln_2", h)

@@ -323,12 +323,12 @@ _SUFFIX = re.compile(
 
 
 def find_exact(name: str) -> tuple[str, Dimensions] | None:
-    """Return the preset that `name` is, ignoring case, owner, separators and usual suffixes."""
+    """Return the preset called `name`, ignoring case, owner, separators and usual suffixes."""
     bare = name.strip().lower().rsplit("/", 1)[-1]
     if len(bare) > _LONGEST_NAME:
         return None
     for candidate in (bare, _SUFFIX.sub("", bare)):
-        found = _by_spelling().get(_squeeze(candidate.removeprefix("meta-")))
+        found = _by_spelling().get(_normalise(candidate.removeprefix("meta-")))
         if found:
             return found, PRESETS[found]
     return None
@@ -339,7 +339,7 @@ def find_in_text(text: str) -> tuple[str, Dimensions] | None:
     whole = find_exact(text)
     if whole:
         return whole
-    squeezed = _squeeze(text)
+    squeezed = _normalise(text)
     for spelling, found in _spellings_longest_first():
         if len(spelling) > 4 and spelling in squeezed:
             return found, PRESETS[found]
@@ -358,11 +358,11 @@ def _spellings_longest_first() -> tuple[tuple[str, str], ...]:
 
 def _spellings() -> Iterator[tuple[str, str]]:
     for name in PRESETS:
-        yield _squeeze(name), name
+        yield _normalise(name), name
     for alias, name in _ALSO_KNOWN_AS.items():
-        yield _squeeze(alias), name
+        yield _normalise(alias), name
 
 
-def _squeeze(text: str) -> str:
+def _normalise(text: str) -> str:
     # The dot stays: without it OPT-1.3B and OPT-13B would be one name.
     return re.sub(r"[^a-z0-9.]", "", text.lower())

@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InvalidInput("model", f"{path} is not readable JSON ({error})") from error
     if not isinstance(value, dict):
-        raise InvalidInput("model", f"{path} holds no JSON object")
+        raise InvalidInput("model", f"{path} does not hold a JSON object")
     return value
 
 
@@ -116,7 +116,7 @@ def read_header(path: Path) -> Header:
 def _tensor_header(entry: dict[str, Any]) -> TensorHeader:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) or begin > end:
-        raise ValueError(f"shape {shape} or offsets {begin}, {end} are no sizes")
+        raise ValueError(f"shape {shape} or offsets {begin}, {end} are not sizes")
     return TensorHeader(str(dtype), tuple(shape), begin, end)
 
 

@@ -24,10 +24,10 @@ from services.shared.memory.errors import InvalidInput
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as the memory plan sees it: backbone, classifier heads, perhaps a language head.
+    """A model as the memory plan sees it: backbone, classifier heads, optionally a language head.
 
-    `heads` holds the number of classes of each linear head; `language_head` is for the causal
-    models of other people's failures, never for our classifiers.
+    `heads` holds the number of classes of each linear head; `language_head` is for causal language
+    models in diagnosed failures, never for our classifiers.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Shape:
 
     @cached_property
     def embedding(self) -> Unit:
-        """Everything in front of the first layer."""
+        """Everything before the first layer."""
         return embedding_unit(self.dims)
 
     @cached_property
@@ -52,7 +52,7 @@ class Shape:
 
     @cached_property
     def outputs(self) -> tuple[Unit, ...]:
-        """The classifier heads and the language head, where there are any."""
+        """The classifier heads and the language head, if any."""
         units = [heads_unit(self.dims, self.heads)] if self.heads else []
         if self.language_head:
             units.append(language_head_unit(self.dims))
@@ -74,7 +74,7 @@ class Shape:
         return self.dims.num_layers + self.dims.decoder_layers
 
     def with_heads(self, heads: Sequence[int]) -> Shape:
-        """Return this shape with classifier heads of so many classes each."""
+        """Return this shape with classifier heads of the given numbers of classes."""
         for classes in heads:
             if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
                 raise InvalidInput(
@@ -162,25 +162,26 @@ def from_pretrained_directory(directory: str | Path, *, heads: Sequence[int] = (
 
 
 def from_safetensors(path: str | Path, *, heads: Sequence[int] = ()) -> Shape:
-    """Return the shape of a safetensors file or index; head sizes come from the config beside it.
+    """Return the shape of a safetensors file or index; the number of attention heads comes
+    from the config.json in the same directory.
 
-    Raises InvalidInput for a truncated header, a missing shard, or no config.json alongside:
-    tensor shapes alone do not tell how many heads share a projection.
+    Raises InvalidInput for a truncated header, a missing shard, or no config.json:
+    tensor shapes alone do not show how many heads share a projection.
     """
     file = Path(path)
     shapes = safetensors_headers.file_shapes(file)
-    beside = file.parent / "config.json"
-    if not beside.is_file():
+    config = file.parent / "config.json"
+    if not config.is_file():
         raise InvalidInput(
-            "model", f"{file} has no config.json beside it, which the number of heads comes from"
+            "model", f"{file.parent} has no config.json, which gives the number of attention heads"
         )
-    shape = from_config(safetensors_headers.read_json(beside), heads=heads, name=str(path))
+    shape = from_config(safetensors_headers.read_json(config), heads=heads, name=str(path))
     _check_weights(shape, shapes)
     return shape
 
 
 def _check_weights(shape: Shape, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the embedding, the one weight that every file layout names alike."""
+    """Compare the embedding, the one weight that every checkpoint layout names alike."""
     expected = shape.embedding.tensors[0]
     for name, found in shapes.items():
         if name.endswith(expected.name) and found != expected.shape:
