@@ -57,7 +57,8 @@ def unzip(path: Path, directory: Path) -> None:
 
 def _is_content(info: zipfile.ZipInfo) -> bool:
     parts = info.filename.split("/")
-    return not info.is_dir() and not any(p.startswith((".", "__MACOSX")) for p in parts)
+    hidden = any(p.startswith((".", "__MACOSX")) and p != ".." for p in parts)
+    return not info.is_dir() and not hidden
 
 
 def _safe_name(name: str) -> str:

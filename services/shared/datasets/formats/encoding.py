@@ -9,6 +9,7 @@ from pathlib import Path
 from charset_normalizer import from_bytes
 
 _SAMPLE_BYTES = 2**16
+_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 _MIN_EVIDENCE = 16  # non-ASCII bytes; fewer do not tell encodings apart
 _MAX_INVALID_SHARE = 0.1  # of the lines with non-ASCII bytes: the rest is UTF-8 with damaged lines
 # Without utf-8 and utf-16, which are recognised exactly. In order of preference where two fit equally.
@@ -74,23 +75,28 @@ def _utf16_without_bom(start: bytes) -> str | None:
 
 def _non_ascii_lines(path: Path) -> tuple[bytes, int, int]:
     """Return (a sample of the lines with non-ASCII bytes, their number, how many are not UTF-8)."""
-    sample, size, total, invalid = [], 0, 0, 0
+    sample, size, total, invalid, continued = [], 0, 0, 0, False
     with path.open("rb") as file:
         while line := file.readline(_SAMPLE_BYTES):
+            is_continuation, continued = continued, not line.endswith(b"\n")
             if line.isascii():
                 continue
             total += 1
-            try:
-                line.decode("utf-8")
+            if _is_utf8(line, is_continuation=is_continuation, is_continued=continued):
                 continue
-            except UnicodeDecodeError as error:
-                # A chunk of a long line may end within a character.
-                if error.end == len(line) and error.start > len(line) - 4 and line[-1:] != b"\n":
-                    continue
-                if error.start < 4 and line[: error.start + 1].strip(bytes(range(128, 192))) == b"":
-                    continue
             invalid += 1
             if size < _SAMPLE_BYTES:
                 sample.append(line)
                 size += len(line)
     return b"".join(sample), total, invalid
+
+
+def _is_utf8(part: bytes, *, is_continuation: bool, is_continued: bool) -> bool:
+    """Return whether a part of a line is UTF-8; it may begin or end within a character."""
+    if is_continuation:
+        part = part.lstrip(_CONTINUATION_BYTES)
+    try:
+        part.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return is_continued and error.end == len(part) and error.start > len(part) - 4
+    return True

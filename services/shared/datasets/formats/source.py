@@ -53,6 +53,8 @@ from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layo
 _SAMPLE_BYTES = 2**16
 _SAMPLE_ROWS = 50
 _MAX_NESTING = 3  # an archive in an archive
+_CONTROL_BYTES = bytes(set(range(32)) - {9, 10, 12, 13, 27})
+_MIN_TEXT_SHARE = 0.9  # of the bytes of a text file that are no control characters
 _DELIMITERS = (",", "\t", ";", "|", "_!_")
 _NUMBERED_COLUMN = re.compile(r"^column\d+$")
 _TABLES = (
@@ -417,8 +419,9 @@ def _encoding(path: Path, layout: Layout) -> tuple[str, list[str]]:
         )
     if found.name == "utf-8":
         with path.open("rb") as file:
-            if b"\x00" in (start := file.read(_SAMPLE_BYTES)) and b"\n" not in start:
-                raise _rejected("is a binary file of an unknown format")
+            start = file.read(_SAMPLE_BYTES)
+        if len(start.translate(None, _CONTROL_BYTES)) < len(start) * _MIN_TEXT_SHARE:
+            raise _rejected("is a binary file of an unknown format")
         return found.name, []
     note = f"the text was read as {found.name}; if it looks wrong, give the encoding (--encoding)"
     return found.name, [note]

@@ -61,9 +61,9 @@ def xlsx_rows(path: Path) -> Iterator[tuple[int, list[Any] | Fault]]:
                 file_fault(f"unpacks to more than {MAX_UNPACKED_BYTES:,} bytes; save it as CSV"),
             )
             return
-        with warnings.catch_warnings():
+        with path.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # styles and extensions that do not concern the text
-            workbook = openpyxl.load_workbook(path, read_only=True, data_only=True)
+            workbook = openpyxl.load_workbook(file, read_only=True, data_only=True)
             sheet = workbook.worksheets[0]
             for line, row in enumerate(sheet.iter_rows(values_only=True, max_col=MAX_COLUMNS), 1):
                 if line > MAX_ROWS:
@@ -82,9 +82,8 @@ def xlsx_rows(path: Path) -> Iterator[tuple[int, list[Any] | Fault]]:
 def sheet_names(path: Path) -> list[str]:
     """Return the names of the sheets, of which only the first is read."""
     try:
-        workbook = openpyxl.load_workbook(path, read_only=True)
-        names = list(workbook.sheetnames)
-        workbook.close()
+        with path.open("rb") as file:
+            names = list(openpyxl.load_workbook(file, read_only=True).sheetnames)
     except Exception:  # noqa: BLE001  as above; reading the rows reports it
         return []
     return names
