@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.db.store import Store
-from services.shared.jobs.documents import Evaluation, HeadDict, JobPlanDict, RecipeFields
+from services.shared.jobs.documents import Evaluation, JobPlanDict, ModelHeadDict, RecipeFields
 from services.shared.jobs.errors import prefix_field
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.outcome import End, Outcome
@@ -47,7 +47,7 @@ def succeeded(evaluation: Evaluation | None = None) -> Outcome:
     """Return the outcome of an attempt that trained a model with the head SENTIMENT."""
     report = Report(
         outcome="succeeded",
-        heads=[cast("HeadDict", SENTIMENT.model_dump(mode="json"))],
+        heads=[cast("ModelHeadDict", SENTIMENT.model_dump(mode="json"))],
         parameters=10,
         size_bytes=40,
         evaluation=evaluation or {"heads": {"sentiment": {"macro_f1": 0.9}}},

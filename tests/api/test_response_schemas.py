@@ -70,6 +70,7 @@ def test_the_documents_of_a_job_have_named_schemas(schemas: SchemaCheck) -> None
     assert named == {"plan": {"JobPlan"}, "diagnosis": {"Diagnosis"}, "progress": {"Progress"}}
     attempt = schemas.components["AttemptView"]["properties"]
     assert schemas.names(attempt["failure"]) == {"Failure"}
+    assert not [name for name in schemas.components if "__" in name]  # two schemas of one name
 
 
 def test_a_body_that_is_not_as_described_is_noticed(schemas: SchemaCheck) -> None:

@@ -7,7 +7,7 @@ describes a document in the same way, but does not validate its fields.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from types import UnionType
 from typing import (
@@ -78,6 +78,7 @@ def _for_pydantic(kind: Any) -> Any:
     return origin[arguments]
 
 
+@cache  # one class for each, so that OpenAPI has one schema of it
 def _typed_dict(kind: Any) -> Any:
     fields = {
         name: _for_pydantic(hint)

@@ -109,7 +109,7 @@ class EventDataDict(TypedDict, total=False):
     epoch: float
 
 
-class HeadDict(TypedDict):
+class ModelHeadDict(TypedDict):
     """A head of a model: `datasets.card.Head`."""
 
     name: str

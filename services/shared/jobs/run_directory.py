@@ -29,7 +29,7 @@ from services.shared.jobs.document_schema import StoredDocument
 from services.shared.jobs.documents import (
     AllocatorDict,
     Evaluation,
-    HeadDict,
+    ModelHeadDict,
     ObservedShardingDict,
     RecipeFields,
 )
@@ -128,7 +128,7 @@ class Report(_Record):
     epochs: float = 0.0
     seconds: float = 0.0
     artifact: str | None = None  # relative to the run directory, normally "export"
-    heads: list[StoredDocument[HeadDict]] = []
+    heads: list[StoredDocument[ModelHeadDict]] = []
     parameters: int = 0
     size_bytes: int = 0
     manifest_sha256: str | None = None

@@ -16,9 +16,9 @@ from services.shared.jobs.documents import (
     Evaluation,
     EventDataDict,
     FailureDict,
-    HeadDict,
     JobPlanDict,
     MeasuredPeaks,
+    ModelHeadDict,
     ObservedSharding,
     ProgressDict,
     RecipeFields,
@@ -163,7 +163,7 @@ class ModelView(_View):
     name: str | None
     dataset_id: str
     teacher_model_id: str | None
-    heads: list[StoredDocument[HeadDict]]
+    heads: list[StoredDocument[ModelHeadDict]]
     parameters: int
     size_bytes: int
     manifest_sha256: str | None

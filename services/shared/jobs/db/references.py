@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType
 from services.shared.jobs.db.tables import DatasetRow, JobRow, ModelRow
-from services.shared.jobs.documents import HeadDict
+from services.shared.jobs.documents import ModelHeadDict
 from services.shared.jobs.errors import InvalidInput
 from services.shared.jobs.resolved_spec import (
     References,
@@ -120,7 +120,7 @@ def _chosen(names: list[str] | None, card: DatasetCard) -> tuple[Head, ...]:
     return tuple(head for head in card.heads if names is None or head.name in names)
 
 
-def _head(stored: HeadDict) -> Head:
+def _head(stored: ModelHeadDict) -> Head:
     return Head(name=stored["name"], type=HeadType(stored["type"]), labels=stored["labels"])
 
 

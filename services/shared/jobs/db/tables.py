@@ -32,9 +32,9 @@ from services.shared.jobs.documents import (
     Evaluation,
     EventDataDict,
     FailureDict,
-    HeadDict,
     JobPlanDict,
     MeasuredPeaks,
+    ModelHeadDict,
     ObservedSharding,
     ProgressDict,
     RecipeFields,
@@ -238,7 +238,7 @@ class ModelRow(Table):
     name: Mapped[str | None]
     dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
     teacher_model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
-    heads: Mapped[list[HeadDict]] = mapped_column(CleanJson)
+    heads: Mapped[list[ModelHeadDict]] = mapped_column(CleanJson)
     parameters: Mapped[int] = mapped_column(BigInteger)
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     manifest_sha256: Mapped[str | None]
