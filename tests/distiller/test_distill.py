@@ -301,7 +301,7 @@ def test_a_stopped_job_resumes_where_it_stopped(
 
     def stop_in_that_step() -> list[float]:
         calls.append(1)
-        return [1.0, 0.0, 0.0] if len(calls) == checks + stopped else [0.0, 0.0, 0.0]
+        return [float(len(calls) == checks + stopped), 0.0, 0.0, 0.0]
 
     checks = checks_before_training(task, world, tmp_path, monkeypatch)
     monkeypatch.setattr(world.stopping, "flags", stop_in_that_step)
@@ -323,7 +323,7 @@ def checks_before_training(
 
     def no_stop() -> list[float]:
         calls.append(1)
-        return [0.0, 0.0, 0.0]
+        return [0.0] * 4
 
     with monkeypatch.context() as patch:
         patch.setattr(world.stopping, "flags", no_stop)

@@ -18,7 +18,6 @@ from services.shared.jobs.run_directory import (
     write_json,
 )
 from services.shared.jobs.state import Reason
-from services.shared.training import process
 from services.shared.training.process import (
     Position,
     RunFailed,
@@ -166,8 +165,11 @@ def test_rank_0_sees_a_stop_request_and_all_agree(tmp_path: Path, reason: str) -
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The monotonic clock of the ranks in seconds; sleeping advances it."""
     now = [1000.0]
-    monkeypatch.setattr(process.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(process.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr("services.shared.training.process.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "services.shared.training.process.time.sleep",
+        lambda seconds: now.__setitem__(0, now[0] + seconds),
+    )
     return now
 
 
@@ -206,7 +208,7 @@ def test_ranks_wait_for_a_worker_that_was_suspended_with_them(
         clock[0] += seconds
         _beat(run, 2)
 
-    monkeypatch.setattr(process.time, "sleep", worker_wakes)
+    monkeypatch.setattr("services.shared.training.process.time.sleep", worker_wakes)
     assert agreed_stop(watch.flags()) is None
 
 

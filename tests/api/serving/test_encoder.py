@@ -20,9 +20,10 @@ MAX_LENGTH = 12
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
     directory: Path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer: PreTrainedTokenizerFast = train_tokenizer(
+    tokenizer = train_tokenizer(
         ["the room was clean", "房间很干净"], vocab_size=320, directory=directory
     )
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return tokenizer
 
 
