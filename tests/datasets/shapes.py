@@ -584,7 +584,7 @@ def exports() -> list[Shape]:
         for n, row in enumerate(rows(accept=(["good"], ["bad"]), answer=("accept",)))
     ]
     ignored = [*prodigy, {"text": "Unclear", "accept": [], "answer": "ignore", "_task_hash": 99}]
-    label = {
+    label: dict[str, Any] = {
         "options": {"heads": [{"name": "mood", "column": "label"}]},
         "flags": "--head mood=label",
     }
