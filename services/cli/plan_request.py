@@ -197,13 +197,12 @@ def _hardware(
     host_memory: str | None,
     reserve: str | None,
 ) -> Hardware:
-    kind = find_device(device)
     host = parse_size(host_memory, field="host_memory") if host_memory else host_memory_bytes()
     memory = parse_size(device_memory, field="device_memory") if device_memory else None
-    if kind.name == "cpu" and memory is None and host is not None:
+    if memory is None and host is not None and find_device(device).name == "cpu":
         memory = host // max(ranks, 1)  # the ranks share the host, which is their device
     return machine(
-        kind.name,
+        device,
         ranks=ranks,
         device_memory_bytes=memory,
         reserve_bytes=parse_size(reserve, field="reserve") if reserve else None,

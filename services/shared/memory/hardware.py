@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.sizes import GIB, MIB, check_size
 
 LARGEST_RANKS = 16_384
+
+# Of a device whose reserve was stated: as large as that of any kind but the least measured ones.
+_UNKNOWN_UNCERTAINTY_BYTES = 1 * GIB
+
+_LONGEST_NAME = 100
+_GIGABYTES = re.compile(r"(\d)g(?:i?b)?$")
+_VENDOR_WORDS = {
+    *("nvidia", "amd", "hygon", "ascend", "tesla", "geforce", "instinct"),
+    "pcie",
+    *("sxm", "sxm2", "sxm4", "sxm5"),
+    *("hbm2", "hbm2e", "hbm3"),
+}
 
 
 class Device(NamedTuple):
@@ -67,8 +81,14 @@ def machine(
 ) -> Hardware:
     """Return the hardware of `ranks` devices of a known kind, with the given sizes in place of its own.
 
-    Raises InvalidInput for an unknown kind, with the known ones.
+    With its memory and its reserve given, the kind may be an unknown one. Raises InvalidInput
+    otherwise, with the known kinds.
     """
+    if device_memory_bytes is not None and reserve_bytes is not None and not is_known(device):
+        stated = Device(
+            device, device_memory_bytes, reserve_bytes, _UNKNOWN_UNCERTAINTY_BYTES, "as stated"
+        )
+        return Hardware(stated, ranks, host_memory_bytes)
     known = find_device(device)
     memory = known.memory_bytes if device_memory_bytes is None else device_memory_bytes
     reserve = _scaled_reserve(known, memory) if reserve_bytes is None else reserve_bytes
@@ -77,26 +97,45 @@ def machine(
 
 
 def find_device(name: str) -> Device:
-    """Return the device kind called `name`, ignoring case and separators.
+    """Return the device kind called `name`, as here or as its driver calls it ("A800 80GB").
 
-    Raises InvalidInput with the known kinds.
+    Case, separators, vendor and form factor are ignored. Raises InvalidInput with the known kinds.
     """
-    normalised = _normalise(name)
-    for device in DEVICES.values():
-        if _normalise(device.name) == normalised:
-            return device
-    if normalised in _OTHER_NAMES:
-        return DEVICES[_OTHER_NAMES[normalised]]
-    raise InvalidInput("device", f"unknown kind {name!r}", accepted=DEVICES)
+    found = _lookup(name)
+    if found is None:
+        raise InvalidInput(
+            "device",
+            f"unknown kind {name[:80]!r}",
+            accepted=(*DEVICES, "any other with device_memory and reserve"),
+        )
+    return found
+
+
+def is_known(name: str) -> bool:
+    """Return whether `find_device` knows a kind called `name`."""
+    return _lookup(name) is not None
+
+
+def _lookup(name: str) -> Device | None:
+    words = [w for w in re.split(r"[^a-z0-9]", name[:_LONGEST_NAME].lower()) if w]
+    essential = [w for w in words if w not in _VENDOR_WORDS]
+    sized = "".join(_GIGABYTES.sub(r"\1", word) for word in essential)
+    for spelling in ("".join(words), "".join(essential), sized):
+        kind = _kinds().get(spelling)
+        if kind is not None:
+            return DEVICES[kind]
+    return None
+
+
+@cache
+def _kinds() -> dict[str, str]:
+    """Return the name of each kind by its spellings without separators."""
+    return {re.sub(r"[^a-z0-9]", "", name): name for name in DEVICES} | _OTHER_NAMES
 
 
 def _scaled_reserve(device: Device, memory_bytes: int) -> int:
     """Return the kind's reserve, but never more than half of the memory, which tests make small."""
     return min(device.reserve_bytes, memory_bytes // 2)
-
-
-def _normalise(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 # The reserve of a DCU is what the one published failure leaves: 63.98 GiB of card, and the largest

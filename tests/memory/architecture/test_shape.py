@@ -131,6 +131,11 @@ _PUBLISHED = {
     "bloom-176b": 176_247_271_424,
     "gpt2": 124_439_808,
     "bert-base-uncased": 109_482_240,
+    "qwen3-embedding-0.6b": 595_776_512,
+    "qwen3-embedding-4b": 4_021_774_336,
+    "all-minilm-l6": 22_713_216,
+    "bge-small-en": 33_360_000,
+    "multilingual-e5-small": 117_653_760,
 }
 
 
@@ -151,6 +156,14 @@ def test_a_preset_has_the_published_number_of_parameters(name: str, count: int) 
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
         ("facebook/opt-1.3b", "opt-1.3b"),
         ("OPT-13B", "opt-13b"),
+        ("BAAI/bge-reranker-v2-m3", "bge-m3"),
+        ("BAAI/bge-small-en-v1.5", "bge-small-en"),
+        ("BAAI/bge-large-zh-v1.5", "chinese-roberta-wwm-ext-large"),
+        ("Qwen/Qwen3-Embedding-4B", "qwen3-embedding-4b"),
+        ("Qwen/Qwen3-Reranker-0.6B", "qwen3-embedding-0.6b"),
+        ("intfloat/multilingual-e5-large-instruct", "xlm-roberta-large"),
+        ("sentence-transformers/all-MiniLM-L6-v2", "all-minilm-l6"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2.5-7b"),
     ],
 )
 def test_a_published_name_is_understood(spelling: str, preset: str) -> None:
@@ -211,9 +224,17 @@ def test_a_bad_config_is_refused_by_the_name_of_its_key(config: dict[str, Any], 
         shape.from_config(config)
 
 
-def test_an_unknown_model_is_refused_with_the_known_names() -> None:
-    with pytest.raises(InvalidInput, match=r"'qwen9-1b' is neither.*accepted: qwen3-0.6b"):
-        shape.load("qwen9-1b")
+def test_an_unknown_model_is_rejected_with_the_nearest_known_names() -> None:
+    with pytest.raises(
+        InvalidInput, match=r"'qwen9-8b' is neither.*accepted: .*qwen3-8b"
+    ) as raised:
+        shape.load("qwen9-8b")
+    assert raised.value.accepted.count(", ") <= 6
+
+
+def test_a_name_like_no_other_is_rejected_with_the_kinds_of_files() -> None:
+    with pytest.raises(InvalidInput, match=r"known model; accepted: a directory, config\.json"):
+        shape.load("#" * 10_000)
 
 
 def test_a_missing_file_is_refused_by_name() -> None:

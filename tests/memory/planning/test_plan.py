@@ -375,6 +375,29 @@ def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
         machine("abacus", ranks=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("A800 80GB", "a800-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("Hygon K100_AI", "k100_ai"),
+    ],
+)
+def test_a_device_is_found_by_the_name_its_driver_reports(name: str, kind: str) -> None:
+    assert machine(name, ranks=1).device.name == kind
+
+
+def test_an_unknown_device_needs_its_memory_and_its_reserve() -> None:
+    hardware = machine("abacus", ranks=2, device_memory_bytes=48 * GIB, reserve_bytes=2 * GIB)
+    assert hardware.device.name == "abacus"
+    assert hardware.budget_bytes == 46 * GIB
+    with pytest.raises(InvalidInput, match="unknown kind 'abacus'"):
+        machine("abacus", ranks=2, device_memory_bytes=48 * GIB)
+
+
 def test_a_reserve_as_large_as_the_device_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"reserve: .* leave no memory for tensors"):
         machine("k100_ai", ranks=1, reserve_bytes=65520 * MIB)

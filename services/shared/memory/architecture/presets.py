@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import cache
 
 from services.shared.memory.architecture.dimensions import Dimensions, Experts, Family, Latent
@@ -133,6 +134,11 @@ PRESETS: dict[str, Dimensions] = {
     "qwen3-235b-a22b": _decoder(
         _F.QWEN3_MOE, (4096, 12288, 94, 64, 4, 128, 151936), experts=Experts(128, 1536)
     ),
+    "qwen3-embedding-0.6b": _decoder(_F.QWEN3, (1024, 3072, 28, 16, 8, 128, 151669), tied=True),
+    "qwen3-embedding-4b": _decoder(_F.QWEN3, (2560, 9728, 36, 32, 8, 128, 151665), tied=True),
+    "qwen3-embedding-8b": _decoder(_F.QWEN3, (4096, 12288, 36, 32, 8, 128, 151665)),
+    "qwen3-reranker-4b": _decoder(_F.QWEN3, (2560, 9728, 36, 32, 8, 128, 151669), tied=True),
+    "qwen3-reranker-8b": _decoder(_F.QWEN3, (4096, 12288, 36, 32, 8, 128, 151669)),
     "qwen2.5-0.5b": _decoder(_F.QWEN2, (896, 4864, 24, 14, 2, 64, 151936), tied=True),
     "qwen2.5-1.5b": _decoder(_F.QWEN2, (1536, 8960, 28, 12, 2, 128, 151936), tied=True),
     "qwen2.5-3b": _decoder(_F.QWEN2, (2048, 11008, 36, 16, 2, 128, 151936), tied=True),
@@ -217,6 +223,10 @@ PRESETS: dict[str, Dimensions] = {
     "xlm-roberta-base": _roberta(_F.XLM_ROBERTA, (768, 3072, 12, 12, 250002), 514),
     "xlm-roberta-large": _roberta(_F.XLM_ROBERTA, (1024, 4096, 24, 16, 250002), 514),
     "bge-m3": _roberta(_F.XLM_ROBERTA, (1024, 4096, 24, 16, 250002), 8194),
+    "bge-small-en": _bert((384, 1536, 12, 12, 30522)),
+    "bge-small-zh": _bert((512, 2048, 4, 8, 21128)),
+    "all-minilm-l6": _bert((384, 1536, 6, 12, 30522)),
+    "multilingual-e5-small": _bert((384, 1536, 12, 12, 250037)),
     "distilbert-base-uncased": _plain(_F.DISTILBERT, (768, 3072, 6, 12, 30522), positions=512),
     "modernbert-base": _modernbert((768, 1152, 22, 12, 50368)),
     "modernbert-large": _modernbert((1024, 2624, 28, 16, 50368)),
@@ -286,6 +296,18 @@ _ALSO_KNOWN_AS = {
     "deepseek-r1": "deepseek-v3",
     "deepseek-v3-16b": "deepseek-v2-lite",
     "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-vl-2b": "qwen3-1.7b",
+    "qwen3-vl-4b": "qwen3-4b",
+    "qwen3-vl-8b": "qwen3-8b",
+    "qwen3-vl-32b": "qwen3-32b",
+    "qwen2.5-vl-3b": "qwen2.5-3b",
+    "qwen2.5-vl-7b": "qwen2.5-7b",
+    "qwen2.5-vl-32b": "qwen2.5-32b",
+    "qwen2.5-vl-72b": "qwen2.5-72b",
+    "qwen2-vl-2b": "qwen2.5-1.5b",
+    "qwen2-vl-7b": "qwen2.5-7b",
+    "qwen2-vl-72b": "qwen2.5-72b",
+    "qwen3-reranker-0.6b": "qwen3-embedding-0.6b",
     "llama-33b": "llama-30b",
     "llama-3.1-8b": "llama-3-8b",
     "llama-3.1-70b": "llama-3-70b",
@@ -309,6 +331,22 @@ _ALSO_KNOWN_AS = {
     "bert-base": "bert-base-uncased",
     "bert-large": "bert-large-uncased",
     "distilbert": "distilbert-base-uncased",
+    "bge-reranker-v2-m3": "bge-m3",
+    "bge-reranker-base": "xlm-roberta-base",
+    "bge-reranker-large": "xlm-roberta-large",
+    "bge-base-en": "bert-base-uncased",
+    "bge-large-en": "bert-large-uncased",
+    "bge-base-zh": "bert-base-chinese",
+    "bge-large-zh": "chinese-roberta-wwm-ext-large",
+    "e5-small": "bge-small-en",
+    "e5-base": "bert-base-uncased",
+    "e5-large": "bert-large-uncased",
+    "multilingual-e5-base": "xlm-roberta-base",
+    "multilingual-e5-large": "xlm-roberta-large",
+    "all-minilm-l12": "bge-small-en",
+    "paraphrase-multilingual-minilm-l12": "multilingual-e5-small",
+    "ms-marco-minilm-l6": "all-minilm-l6",
+    "ms-marco-minilm-l12": "bge-small-en",
 }
 
 _LONGEST_NAME = (
@@ -332,6 +370,12 @@ def find_exact(name: str) -> tuple[str, Dimensions] | None:
         if found:
             return found, PRESETS[found]
     return None
+
+
+def nearest(name: str, *, count: int = 5) -> tuple[str, ...]:
+    """Return the known names that are most like `name`, the nearest first; empty without any."""
+    bare = name[:_LONGEST_NAME].strip().lower().rsplit("/", 1)[-1]
+    return tuple(get_close_matches(bare, (*PRESETS, *_ALSO_KNOWN_AS), n=count, cutoff=0.5))
 
 
 def find_in_text(text: str) -> tuple[str, Dimensions] | None:

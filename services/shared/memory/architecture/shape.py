@@ -99,9 +99,13 @@ def load(source: str | Path, *, heads: Sequence[int] = ()) -> Shape:
     Raises InvalidInput naming `model` when it is none of these.
     """
     path = Path(source)
-    if path.is_dir():
+    try:
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except OSError:  # longer than a file name may be
+        is_directory = is_file = False
+    if is_directory:
         return from_pretrained_directory(path, heads=heads)
-    if path.is_file():
+    if is_file:
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             return from_safetensors(path, heads=heads)
         return from_config(safetensors_headers.read_json(path), heads=heads, name=str(source))
@@ -113,14 +117,14 @@ def load(source: str | Path, *, heads: Sequence[int] = ()) -> Shape:
 def from_preset(name: str, *, heads: Sequence[int] = ()) -> Shape:
     """Return the shape of a published model by its name, in any case, with or without owner.
 
-    Raises InvalidInput with the known names.
+    Raises InvalidInput with the known names nearest to it.
     """
     found = presets.find_exact(name)
     if found is None:
         raise InvalidInput(
             "model",
-            f"{name!r} is neither a path nor a known model",
-            accepted=(*preset_names(), "a directory, config.json or safetensors index"),
+            f"{name[:80]!r} is neither a path nor a known model",
+            accepted=(*presets.nearest(name), "a directory, config.json or safetensors index"),
         )
     return Shape(*found).with_heads(heads)
 
