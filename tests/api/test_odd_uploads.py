@@ -36,6 +36,7 @@ READABLE = {
     "gzip": gzip.compress(ROWS.encode()),
     "zip": zipped(ROWS.encode()),
     "UTF-16": ROWS.encode("utf-16"),
+    "UTF-32": ROWS.encode("utf-32"),
     "Latin-1": ROWS.encode("latin-1"),
     "GB18030": ROWS.replace("naïve Texte", "这家店的东西很好吃")
     .replace("ü", "文")
@@ -46,7 +47,6 @@ ODD = {
     "gzip of a gzip bomb": gzip.compress(BOMB),
     "bzip2": bz2.compress(ROWS.encode()),
     "xz": lzma.compress(ROWS.encode()),
-    "UTF-32": ROWS.encode("utf-32"),
     "EBCDIC": ROWS.encode("cp500"),
     "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00cbuiltins\neval\n.",
     "Parquet without an end": b"PAR1" + bytes(100),

@@ -186,6 +186,18 @@ def formats() -> list[Shape]:
             json.dumps(rows(), indent=2).encode()[:-60],
             **refused("is not valid JSON"),
         ),
+        Shape(
+            group,
+            "JSON object that holds the rows",
+            json.dumps({"version": 1, "data": rows()}).encode(),
+            **refused("is one object, whose key 'data' holds 40 rows; send that array itself"),
+        ),
+        Shape(
+            group,
+            "JSON object of columns",
+            json.dumps({"text": TEXTS, "mood": [*MOODS] * 20}).encode(),
+            **refused("is one object of columns; send one object a row"),
+        ),
         Shape(group, "CSV", table(rows()).encode()),
         Shape(group, "CSV with CRLF", table(rows(), end="\r\n").encode()),
         Shape(group, "CSV with lone CR", table(rows(), end="\r").encode()),
@@ -303,6 +315,12 @@ def encodings() -> list[Shape]:
             table(rows()).encode("utf-16-le"),
             says="the text was read as utf-16-le",
         ),
+        Shape(
+            group,
+            "UTF-32",
+            chinese.encode("utf-32"),
+            says="the text was read as utf-32",
+        ),
         Shape(group, "GBK", chinese.encode("gbk"), says="the text was read as gb18030"),
         Shape(
             group,
@@ -321,6 +339,12 @@ def encodings() -> list[Shape]:
             "GBK, declared",
             chinese.encode("gbk"),
             **with_flags("--encoding gbk", encoding="gbk"),
+        ),
+        Shape(
+            group,
+            "An encoding that cannot be told apart",
+            table(rows(["很好吃", "太慢了"])).encode("gbk") * 2,
+            **refused("is not UTF-8, and its encoding is ambiguous: gb18030 or euc_kr"),
         ),
         Shape(
             group,
@@ -701,13 +725,19 @@ def texts_and_splits() -> list[Shape]:
             group,
             "Quotes escaped with a backslash",
             escaped.encode(),
-            **refused("set escaped_quotes"),
+            **refused("give quotes as backslash (--quotes backslash)"),
         ),
         Shape(
             group,
             "The same, declared",
             escaped.encode(),
-            **with_flags("--escaped-quotes", escaped_quotes=True),
+            **with_flags("--quotes backslash", quotes="backslash"),
+        ),
+        Shape(
+            group,
+            "TSV with unbalanced quotes",
+            (table(rows(), "\t") + '"Stray\tgood\n').encode(),
+            **with_flags("--quotes none", quotes="none"),
         ),
         Shape(group, "A stray quote", stray.encode(), **refused("is not valid CSV")),
         Shape(

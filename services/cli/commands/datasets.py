@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,8 @@ from services.cli.client import (
 )
 from services.cli.responses import DatasetResponse, PreviewResponse
 from services.cli.upload_form import bundle, make_form, parse_head, parse_label_names
+
+_SHOWN_LABELS = 100
 
 app = typer.Typer(no_args_is_help=True, help="Upload and inspect labelled text.")
 
@@ -69,8 +72,12 @@ Header = Annotated[
         help="Whether a table has a header; without one, its columns are column1, column2, ...",
     ),
 ]
-EscapedQuotes = Annotated[
-    bool, typer.Option("--escaped-quotes", help='CSV that writes quotes in fields as \\".')
+QuoteStyle = Annotated[
+    str | None,
+    typer.Option(
+        "--quotes",
+        help="How CSV writes quotes within fields: doubled (the default), backslash or none.",
+    ),
 ]
 LabelSeparator = Annotated[
     str | None,
@@ -117,7 +124,7 @@ def preview(
     encoding: Encoding = None,
     delimiter: Delimiter = None,
     header: Header = None,
-    escaped_quotes: EscapedQuotes = False,
+    quotes: QuoteStyle = None,
     label_separator: LabelSeparator = None,
     label_names: LabelNames = None,
     missing_label: MissingLabels = None,
@@ -140,7 +147,7 @@ def preview(
             encoding=encoding,
             delimiter=delimiter,
             header=header,
-            escaped_quotes=escaped_quotes,
+            quotes=quotes,
             label_separator=label_separator,
             label_names=parse_label_names(label_names or []),
             missing_labels=missing_label or [],
@@ -171,7 +178,7 @@ def add(
     encoding: Encoding = None,
     delimiter: Delimiter = None,
     header: Header = None,
-    escaped_quotes: EscapedQuotes = False,
+    quotes: QuoteStyle = None,
     label_separator: LabelSeparator = None,
     label_names: LabelNames = None,
     missing_label: MissingLabels = None,
@@ -195,7 +202,7 @@ def add(
             encoding=encoding,
             delimiter=delimiter,
             header=header,
-            escaped_quotes=escaped_quotes,
+            quotes=quotes,
             label_separator=label_separator,
             label_names=parse_label_names(label_names or []),
             missing_labels=missing_label or [],
@@ -284,7 +291,9 @@ def _show(dataset: DatasetResponse, *, as_json: bool) -> None:
     table.add_row("rows", ", ".join(f"{split} {n:,}" for split, n in dataset["rows"].items()))
     for head in dataset["heads"]:
         counts = dataset["label_counts"].get(head["name"], {})
-        labels = ", ".join(f"{label} {n:,}" for label, n in counts.items())
+        labels = ", ".join(f"{label} {n:,}" for label, n in islice(counts.items(), _SHOWN_LABELS))
+        if len(counts) > _SHOWN_LABELS:
+            labels += f", and {len(counts) - _SHOWN_LABELS:,} more labels"
         table.add_row(f"head {head['name']}", f"{head['type']}: {labels}")
     for warning in dataset["warnings"]:
         table.add_row("warning", warning)

@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.shared.datasets.head_names import HEAD_NAME_PATTERN
 
+_MAX_LISTED = 50  # labels in a message
+
 
 class HeadType(str, Enum):
     """How many labels a text may have for a head."""
@@ -64,7 +66,13 @@ def heads_difference(student: Sequence[Head], teacher: Sequence[Head]) -> str | 
 
 
 def _listed(heads: Sequence[Head]) -> str:
-    return ", ".join(f"{h.name} ({h.type}: {', '.join(h.labels)})" for h in heads) or "none"
+    return ", ".join(f"{h.name} ({h.type}: {_some(h.labels)})" for h in heads) or "none"
+
+
+def _some(labels: Sequence[str]) -> str:
+    """Return the first labels; a head may have 10,000."""
+    more = f", and {len(labels) - _MAX_LISTED:,} more" if len(labels) > _MAX_LISTED else ""
+    return ", ".join(labels[:_MAX_LISTED]) + more
 
 
 class DatasetCard(BaseModel):

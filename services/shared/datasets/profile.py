@@ -13,7 +13,7 @@ from services.shared.datasets.formats.folders import parse_split
 from services.shared.datasets.formats.records import Record
 from services.shared.datasets.formats.source import DetectedLayout, Source
 from services.shared.datasets.head_names import HEAD_NAME_PATTERN, is_reserved_head_name
-from services.shared.datasets.upload import HeadColumn, Layout
+from services.shared.datasets.upload import HeadColumn, Layout, Quotes
 
 _SAMPLE_ROWS = 1000
 _MAX_COLUMNS = 200  # of which values are examined
@@ -151,6 +151,7 @@ class Profile:
             "--encoding": layout.encoding,
             "--delimiter": layout.delimiter,
             "--label-separator": layout.label_separator,
+            "--quotes": None if layout.quotes is Quotes.DOUBLED else layout.quotes.value,
         }
         for option, value in valued.items():
             options += [option, value] if value is not None else []
@@ -159,7 +160,6 @@ class Profile:
         if layout.header is not None:
             options.append("--header" if layout.header else "--no-header")
         flags = {
-            "--escaped-quotes": layout.escaped_quotes,
             "--merge-labels": layout.merge_labels,
             "--skip-bad-rows": layout.on_bad_rows == "skip",
             "--truncate-long-texts": layout.on_long_texts == "truncate",
@@ -193,13 +193,9 @@ def _suggest(detected: DetectedLayout, columns: dict[str, _Column], layout: Layo
         text = update["text_column"] = _text_column(columns) or text
     if detected.header and _looks_headless(detected.columns):
         numbered = {f"column{n + 1}": c for n, c in enumerate(columns.values())}
-        return layout.model_copy(
-            update={
-                "header": False,
-                "text_column": _text_column(numbered) or "column1",
-                "heads": layout.heads or _heads(numbered, _text_column(numbered) or "column1"),
-            }
-        )
+        text = _text_column(numbered) or "column1"
+        heads = _renamed(_heads(numbered, text), layout.heads)
+        return layout.model_copy(update={"header": False, "text_column": text, "heads": heads})
     split = layout.split_column or next((c.name for c in columns.values() if c.is_split), None)
     update["split_column"] = split
     unread = {n: c for n, c in columns.items() if n not in (split, detected.index_column)}
@@ -208,8 +204,18 @@ def _suggest(detected: DetectedLayout, columns: dict[str, _Column], layout: Layo
         for head in layout.heads
         if head.columns or head.label_column in columns or layout.labels_column in columns
     ]
-    update["heads"] = declared or _heads(unread, text)
+    update["heads"] = declared or _renamed(_heads(unread, text), layout.heads)
     return layout.model_copy(update=update)
+
+
+def _renamed(found: list[HeadColumn], declared: list[HeadColumn]) -> list[HeadColumn]:
+    """Return the heads that were found under the names that were declared, where the numbers agree."""
+    if len(found) != len(declared):
+        return found
+    return [
+        head if head.columns else HeadColumn(name=own.name, type=own.type, column=head.label_column)
+        for head, own in zip(found, declared, strict=True)
+    ]
 
 
 def _text_column(columns: dict[str, _Column]) -> str | None:

@@ -16,6 +16,20 @@ from services.shared.datasets.head_names import HEAD_NAME_PATTERN, check_head_na
 
 COMMON_ENCODINGS = "utf-8, utf-16, gb18030, big5, shift_jis, euc_kr, cp1251, cp1252"
 
+# Codecs that are not encodings of files; some take quadratic time.
+_NOT_OF_FILES = frozenset(
+    {
+        "idna",
+        "punycode",
+        "unicode_escape",
+        "raw_unicode_escape",
+        "unicode-escape",
+        "raw-unicode-escape",
+        "undefined",
+        "utf-7",
+    }
+)
+
 
 class _UploadOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,6 +46,16 @@ class Format(str, Enum):
     PARQUET = "parquet"
     ARROW = "arrow"
     FOLDER = "folder"  # an archive with a folder of text files per class
+
+    __str__ = str.__str__
+
+
+class Quotes(str, Enum):
+    """How a delimited table writes quotes within its fields."""
+
+    DOUBLED = "doubled"  # "a ""quoted"" word"
+    BACKSLASH = "backslash"  # "a \\"quoted\\" word"
+    NONE = "none"  # quotes are ordinary characters, as in many TSV files
 
     __str__ = str.__str__
 
@@ -113,8 +137,8 @@ class Layout(_UploadOptions):
     header: bool | None = Field(
         None, description="Whether a table has a header; without one, columns are column1, column2."
     )
-    escaped_quotes: bool = Field(
-        False, description='CSV that writes quotes in fields as \\" not "".'
+    quotes: Quotes = Field(
+        Quotes.DOUBLED, description="How quotes within fields of CSV are written."
     )
     label_separator: Annotated[str, Field(min_length=1, max_length=8)] | None = Field(
         None, description="Between the labels in a string of a multi_label head; | by default."
@@ -140,6 +164,9 @@ class Layout(_UploadOptions):
     @model_validator(mode="after")
     def _check_head_names(self) -> Layout:
         check_head_names([head.name for head in self.heads])
+        unknown = set(self.label_names) - {head.name for head in self.heads}
+        if unknown:
+            raise ValueError(f"label_names: {sorted(unknown)[0]!r} is not one of the heads")
         if self.text_pair_column is not None:
             raise ValueError(
                 "text_pair_column (--text-pair-column) is not supported: pairs of texts cannot be trained "
@@ -156,7 +183,8 @@ class Layout(_UploadOptions):
             info = codecs.lookup(name)
         except (LookupError, ValueError):
             info = None
-        if info is None or not getattr(info, "_is_text_encoding", True):
+        is_text = info is not None and getattr(info, "_is_text_encoding", True)
+        if info is None or not is_text or info.name in _NOT_OF_FILES:
             raise ValueError(f"{name!r} is no text encoding; common ones: {COMMON_ENCODINGS}")
         return info.name
 

@@ -14,7 +14,7 @@ from services.shared.datasets.formats.records import (
     missing_column_fault,
 )
 from services.shared.datasets.formats.text_lines import read_lines
-from services.shared.datasets.upload import FatalFault, Fault
+from services.shared.datasets.upload import FatalFault, Fault, Quotes
 
 FASTTEXT_PREFIX = "__label__"
 FASTTEXT_LABELS = "labels"
@@ -27,16 +27,14 @@ def read_delimited(
     delimiter: str,
     header: list[str] | None,
     required: list[str],
-    escaped_quotes: bool = False,
+    quotes: Quotes = Quotes.DOUBLED,
 ) -> Iterator[Record | Fault]:
     """Yield the rows of a table; `header` names the columns of a file without a header line.
 
     A file without one of the `required` columns yields one fault.
     """
     names = header
-    for line, row in delimited_rows(
-        path, encoding=encoding, delimiter=delimiter, escaped_quotes=escaped_quotes
-    ):
+    for line, row in delimited_rows(path, encoding=encoding, delimiter=delimiter, quotes=quotes):
         if isinstance(row, Fault):
             yield row
         elif names is None:
@@ -53,7 +51,7 @@ def read_delimited(
 
 
 def delimited_rows(
-    path: Path, *, encoding: str, delimiter: str, escaped_quotes: bool = False
+    path: Path, *, encoding: str, delimiter: str, quotes: Quotes = Quotes.DOUBLED
 ) -> Iterator[tuple[int, list[str] | Fault]]:
     """Yield (first line of the row, its fields or a fault); skip empty lines."""
     if len(delimiter) > 1:
@@ -65,8 +63,9 @@ def delimited_rows(
         _decoded(path, encoding, faults),
         strict=True,
         delimiter=delimiter,
-        doublequote=not escaped_quotes,
-        escapechar="\\" if escaped_quotes else None,
+        doublequote=quotes is Quotes.DOUBLED,
+        escapechar="\\" if quotes is Quotes.BACKSLASH else None,
+        quoting=csv.QUOTE_NONE if quotes is Quotes.NONE else csv.QUOTE_MINIMAL,
     )
     while True:
         line = rows.line_num + 1
@@ -142,7 +141,8 @@ def _quote_help(error: str) -> str:
     if "expected after" in error or "unexpected end" in error:
         return (
             '; a quote within a quoted field is written twice (""). '
-            'For files that write \\" instead, set escaped_quotes (--escaped-quotes); '
-            "to leave such rows out, set on_bad_rows to skip (--skip-bad-rows)"
+            'For files that write \\" instead, give quotes as backslash (--quotes backslash); where quotes are '
+            "ordinary characters, as none (--quotes none); to leave such rows out, give on_bad_rows as skip "
+            "(--skip-bad-rows)"
         )
     return ""

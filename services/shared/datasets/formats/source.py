@@ -57,6 +57,7 @@ _CONTROL_BYTES = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 _MIN_TEXT_SHARE = 0.9  # of the bytes of a text file that are no control characters
 _DELIMITERS = (",", "\t", ";", "|", "_!_")
 _NUMBERED_COLUMN = re.compile(r"^column\d+$")
+_NESTED_KEYS = ("messages", "conversations", "annotations", "completions", "spans", "options")
 _TABLES = (
     ".jsonl",
     ".ndjson",
@@ -131,14 +132,20 @@ class Source:
 
     detected: DetectedLayout
     read: Callable[[list[str] | None], Iterator[Record | Fault]]
-    num_left_out: int = field(default=0)  # by the annotators, in the last call of `records`
+    parts: list[Source] = field(default_factory=list)  # the files of an archive
+    _num_left_out: int = 0
+
+    @property
+    def num_left_out(self) -> int:
+        """Return the number of rows without a decision of the annotators in the last call of `records`."""
+        return self._num_left_out + sum(part.num_left_out for part in self.parts)
 
     def records(self, columns: list[str] | None = None) -> Iterator[Record | Fault]:
         """Yield every row, or a fault in its place, in the order of the file.
 
         `columns` are those needed, the text column first; formats of rows yield others too.
         """
-        self.num_left_out = 0
+        self._num_left_out = 0
         export = self.detected.export
         for item in self.read(None if export else columns):
             if export is None or isinstance(item, Fault):
@@ -147,7 +154,7 @@ class Source:
             try:
                 yield replace(item, fields=flatten(item.fields, export))
             except LeftOut:
-                self.num_left_out += 1
+                self._num_left_out += 1
             except Disagreement as error:
                 yield Fault(line=item.line, field=None, message=str(error))
 
@@ -276,9 +283,7 @@ def _open_text(path: Path, layout: Layout, *, format: Format | None) -> Source:
 def _open_delimited(path: Path, layout: Layout, detected: DetectedLayout, sample: str) -> Source:
     encoding = detected.encoding or "utf-8"
     delimiter = layout.delimiter or _delimiter(sample, layout)
-    rows = delimited_rows(
-        path, encoding=encoding, delimiter=delimiter, escaped_quotes=layout.escaped_quotes
-    )
+    rows = delimited_rows(path, encoding=encoding, delimiter=delimiter, quotes=layout.quotes)
     first = next((row for _, row in rows if not isinstance(row, Fault)), [])
     header, columns = _columns(first, layout)
     detected = detected.model_copy(
@@ -299,7 +304,7 @@ def _open_delimited(path: Path, layout: Layout, detected: DetectedLayout, sample
                 delimiter=delimiter,
                 header=names,
                 required=(wanted or [])[:1],
-                escaped_quotes=layout.escaped_quotes,
+                quotes=layout.quotes,
             ),
         )
     )
@@ -380,16 +385,36 @@ def _joined(
                     yield Record(item.line + offset, item.fields, split)
             offset += last
 
-    return Source(detected.model_copy(update={"export": None}), read)
+    return Source(detected.model_copy(update={"export": None}), read, parts=sources)
 
 
 def _with_keys(source: Source) -> Source:
     """Name the keys of the first rows as the columns."""
     keys: dict[str, None] = {}
-    for item in islice(source.read(None), _SAMPLE_ROWS):
-        if isinstance(item, Record):
-            keys.update(dict.fromkeys(item.fields))
+    sample = [r for r in islice(source.read(None), _SAMPLE_ROWS) if isinstance(r, Record)]
+    for record in sample:
+        keys.update(dict.fromkeys(record.fields))
+    if len(sample) == 1:
+        _check_wrapped(sample[0].fields)
     return replace(source, detected=source.detected.model_copy(update={"columns": list(keys)}))
+
+
+def _check_wrapped(fields: dict[str, Any]) -> None:
+    """Refuse one object that holds the rows, or the columns, of a table."""
+    for key, value in fields.items():
+        is_table = isinstance(value, list) and len(value) > 2
+        if not is_table or key in _NESTED_KEYS or not all(isinstance(v, dict) for v in value):
+            continue
+        raise _rejected(
+            f"is one object, whose key {key[:80]!r} holds {len(value):,} rows; send that array itself, for "
+            f"example by jq '.{key[:80]}'"
+        )
+    values = list(fields.values())
+    if len(values) > 1 and all(isinstance(v, dict | list) and len(v) > 2 for v in values):
+        raise _rejected(
+            "is one object of columns; send one object a row, for example by pandas' "
+            "to_json(orient='records', lines=True)"
+        )
 
 
 def _with_export(source: Source) -> Source:

@@ -11,16 +11,12 @@ from services.shared.datasets.formats.records import MAX_LINE_BYTES
 from services.shared.datasets.upload import Fault
 
 _BOM = b"\xef\xbb\xbf"
-_UTF16 = ("utf-16", "utf-16-le", "utf-16-be")
 _CHUNK_BYTES = 2**16
 
 
 def read_lines(path: Path, *, encoding: str = "utf-8") -> Iterator[tuple[int, str | Fault]]:
     """Yield (line number from 1, the line with its terminator or a fault). Lines end with LF, CRLF or CR."""
-    if encoding in _UTF16:
-        yield from _decoded_lines(path, encoding)
-        return
-    if ends_with_lone_cr(path):
+    if "\n".encode(encoding) != b"\n" or ends_with_lone_cr(path):
         yield from _decoded_lines(path, encoding)
         return
     with path.open("rb") as file:
