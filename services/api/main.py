@@ -18,6 +18,7 @@ from services.api.admission import Admission
 from services.api.app import create_app
 from services.api.auth.keys import load_keys
 from services.api.deps import AppContext
+from services.api.job_sender import JobSender
 from services.api.limits.rate_limit import create_rate_limiters
 from services.api.limits.uploads import UploadLimiter
 from services.api.logs import configure_logs
@@ -32,6 +33,8 @@ from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import depth, make_celery, send
 
 log = structlog.get_logger(__name__)
+
+BROKER_SECONDS = 3.0  # for an answer of the broker; the API only sends
 
 
 def main() -> None:
@@ -60,13 +63,14 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     _make_directories(settings)
     metrics = Metrics()
     store = open_store(settings)
-    celery = make_celery(settings)
+    celery = make_celery(settings, socket_seconds=BROKER_SECONDS)
+    sender = JobSender(lambda job_id, kind: send(celery, job_id, kind))
     feed = PromotionFeed(store, datasets_dir=settings.datasets_dir)
     predictor = Predictor(promotions=feed, registry=metrics.registry, listener=feed)
     context = AppContext(
         settings=settings,
         store=store,
-        send=lambda job_id, kind: send(celery, job_id, kind),
+        send=sender,
         predictor=predictor,
         admission=Admission(store, settings),
         keys=keys,
@@ -91,6 +95,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
             yield
         finally:
             await predictor.stop()
+            sender.close()
             store.engine.dispose()
 
     return create_app(context, lifespan=lifespan)

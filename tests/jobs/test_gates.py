@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.shared.jobs.gates import evaluate_gate
+from services.shared.jobs.gates import GateFloor, evaluate_gate
 from services.shared.jobs.spec import Gate
 
 GATE = Gate(min_macro_f1_share=0.9)
@@ -52,3 +52,23 @@ def test_the_message_names_the_heads_that_did_not_pass() -> None:
         "b: 0.1000 of the teacher's 0.5000; c: not measured of the teacher's not measured"
     )
     assert result.heads["b"].share == pytest.approx(0.2)
+
+
+def test_the_server_sets_the_floor_of_every_gate() -> None:
+    floor = GateFloor(min_macro_f1_share=0.8, min_macro_f1=0.2)
+    lax = Gate(min_macro_f1_share=0)
+
+    def passes(student: float, teacher: float, gate: Gate = lax) -> bool:
+        return evaluate_gate(gate, _evaluation({"a": student}, {"a": teacher}), floor=floor).passed
+
+    assert not passes(0.5, 0.9)  # keeps too small a share
+    assert passes(0.8, 0.9)
+    assert not passes(0.8, 0.9, GATE.model_copy(update={"min_macro_f1_share": 0.95}))
+    assert not passes(0.1, 0.0)  # a damaged teacher lets no useless student pass
+    assert not passes(0.19, 0.1)
+
+
+def test_the_message_names_the_absolute_floor() -> None:
+    floor = GateFloor(min_macro_f1=0.2)
+    result = evaluate_gate(GATE, _evaluation({"a": 0.1}, {"a": 0.0}), floor=floor)
+    assert "below this server's minimum of 0.2: a: 0.1000" in result.message

@@ -123,6 +123,16 @@ def authorize(request: Request, scope: Scope | None) -> None:
         raise ProblemError("forbidden", f"This request needs a key with the scope {scope}.")
 
 
+def require_scope(request: Request, scope: Scope, *, effect: str) -> None:
+    """Require a further scope for an effect of a request that its route alone does not show.
+
+    Raises ProblemError.
+    """
+    key = authenticate(request)
+    if key is not None and not key.allows(scope):
+        raise ProblemError("forbidden", f"{effect} needs a key with the scope {scope}.")
+
+
 def authenticate(request: Request) -> ApiKey | None:
     """Return the key of a request, or None if no keys are configured and the request is local.
 

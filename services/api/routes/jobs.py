@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import structlog
-from fastapi import APIRouter, Body, Depends, Header, Query
+from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.responses import Response
 
-from services.api.auth.keys import Scope, requires
+from services.api.auth.keys import Scope, require_scope, requires
 from services.api.deps import Admission, AppContext, ContextDep, Cursor, JobId, Limit
 from services.api.limits.body import screen_json
 from services.api.openapi import links, problems
@@ -85,6 +85,7 @@ RequestBody = Annotated[JobRequest, Body(examples=[_EXAMPLE, _CHAIN_EXAMPLE])]
 def create_job(
     body: RequestBody,
     context: ContextDep,
+    request: Request,
     response: Response,
     idempotency_key: IdempotencyKey = None,
 ) -> JobView:
@@ -93,6 +94,7 @@ def create_job(
     A chain is two jobs, both or neither; the answer is its teacher, whose `child_job_ids` names the
     distillation that waits for it.
     """
+    _check_promotes(body.distill if isinstance(body, ChainSpec) else body, request)
     if isinstance(body, ChainSpec):
         teacher, distill = _plan_chain(body, context.admission)
         job, created = context.store.create_chain(
@@ -102,6 +104,12 @@ def create_job(
         planned = context.admission.plan(context.admission.resolve(body))
         job, created = context.store.create_job(planned, idempotency_key=idempotency_key)
     return _accepted(job, context=context, response=response, created=created)
+
+
+def _check_promotes(spec: object, request: Request) -> None:
+    """Require the promote scope for a job that promotes its model by itself. Raises ProblemError."""
+    if getattr(spec, "promote", "never") != "never":
+        require_scope(request, Scope.PROMOTE, effect="`promote`")
 
 
 def _plan_chain(chain: ChainSpec, admission: Admission) -> tuple[PlannedSpec, PlannedSpec]:
@@ -155,6 +163,7 @@ class RetryRequest(BaseModel):
 def retry_job(
     job_id: JobId,
     context: ContextDep,
+    request: Request,
     response: Response,
     body: RetryRequest | None = None,
     idempotency_key: IdempotencyKey = None,
@@ -166,6 +175,8 @@ def retry_job(
     changes = body.model_dump(mode="json", exclude_unset=True) if body else {}
     recipe_changes, training_changes = changes.get("changes") or {}, changes.get("training") or {}
     former = context.store.job(job_id)
+    for each in (former, *map(context.store.job, former.child_job_ids)):  # retried with it
+        _check_promotes(each.spec, request)
     changed = change_spec(
         former.spec,
         recipe=former.recipe,

@@ -29,6 +29,7 @@ class GateResult(BaseModel):
 
     passed: bool
     min_macro_f1_share: float
+    min_macro_f1: float = 0.0  # the server's absolute floor
     heads: dict[str, HeadGate]
     message: str
 
@@ -45,6 +46,15 @@ class HeadComparison(BaseModel):
     passed: bool
 
 
+class GateFloor(BaseModel):
+    """What the server requires of every student, whatever its spec asks for."""
+
+    model_config = ConfigDict(frozen=True)
+
+    min_macro_f1_share: float = 0.0
+    min_macro_f1: float = 0.0
+
+
 class Int8Gate(BaseModel):
     """Whether a student may serve in 8 bits, and the figures that decided."""
 
@@ -55,23 +65,31 @@ class Int8Gate(BaseModel):
     heads: dict[str, HeadComparison]
 
 
-def evaluate_gate(gate: Gate, evaluation: Evaluation) -> GateResult:
+def evaluate_gate(
+    gate: Gate, evaluation: Evaluation, *, floor: GateFloor = GateFloor()
+) -> GateResult:
     """Compare a student's evaluation with its teacher's, head by head.
 
     `evaluation` is that of a distillation's report:
     {"heads": {name: {"macro_f1": ...}}, "teacher": {"heads": {name: {"macro_f1": ...}}}}.
     A head passes when share = student / teacher >= `gate.min_macro_f1_share`. What was not measured
-    does not pass.
+    does not pass. `floor` is the server's: a spec may ask for more, never for less.
     """
+    share = max(gate.min_macro_f1_share, floor.min_macro_f1_share)
+    gate = gate.model_copy(update={"min_macro_f1_share": share})
     student = _macro_f1(evaluation)
     teacher = _macro_f1(evaluation.get("teacher"))
-    heads = {name: _compare(gate, student.get(name), teacher.get(name)) for name in sorted(student)}
+    heads = {
+        name: _compare(gate, floor, student.get(name), teacher.get(name))
+        for name in sorted(student)
+    }
     failed = [name for name, head in heads.items() if not head.passed]
     return GateResult(
         passed=bool(heads) and not failed,
         min_macro_f1_share=gate.min_macro_f1_share,
+        min_macro_f1=floor.min_macro_f1,
         heads=heads,
-        message=_message(gate, heads, failed),
+        message=_message(gate, floor, heads, failed),
     )
 
 
@@ -83,21 +101,34 @@ def _macro_f1(evaluation: Any) -> dict[str, float | None]:
     }
 
 
-def _compare(gate: Gate, student: float | None, teacher: float | None) -> HeadGate:
+def _compare(
+    gate: Gate, floor: GateFloor, student: float | None, teacher: float | None
+) -> HeadGate:
     share = None
     passed = False
     if student is not None and teacher is not None:
         share = student / teacher if teacher > 0 else None
         # Every student reaches a teacher whose macro-F1 is 0.
-        passed = teacher == 0 or student >= gate.min_macro_f1_share * teacher
+        keeps_share = teacher == 0 or student >= gate.min_macro_f1_share * teacher
+        passed = keeps_share and student >= floor.min_macro_f1
     return HeadGate(student_macro_f1=student, teacher_macro_f1=teacher, share=share, passed=passed)
 
 
-def _message(gate: Gate, heads: dict[str, HeadGate], failed: list[str]) -> str:
+def _message(gate: Gate, floor: GateFloor, heads: dict[str, HeadGate], failed: list[str]) -> str:
     if not heads:
         return "The student was not compared with its teacher: the report has no heads."
     if not failed:
         return f"Every head keeps at least {gate.min_macro_f1_share:.0%} of the teacher's macro-F1."
+    too_low = [
+        f"{name}: {_number(heads[name].student_macro_f1)}"
+        for name in failed
+        if (heads[name].student_macro_f1 or 0.0) < floor.min_macro_f1
+    ]
+    if too_low:
+        return (
+            f"The student's macro-F1 is below this server's minimum of {floor.min_macro_f1}: "
+            + "; ".join(too_low)
+        )
     parts = [
         f"{name}: {_number(heads[name].student_macro_f1)}"
         f" of the teacher's {_number(heads[name].teacher_macro_f1)}"

@@ -27,7 +27,7 @@ _CONNECT_SECONDS = 3.0
 _SOCKET_SECONDS = 10.0
 
 
-def make_celery(settings: JobSettings) -> Celery:
+def make_celery(settings: JobSettings, *, socket_seconds: float = _SOCKET_SECONDS) -> Celery:
     """Return the Celery application of API, workers and sweep; connects on first use."""
     app = Celery("stillhouse", broker=settings.broker_url, set_as_current=False)
     app.conf.update(
@@ -56,7 +56,7 @@ def make_celery(settings: JobSettings) -> Celery:
         broker_transport_options={
             "visibility_timeout": _VISIBILITY_SECONDS,
             "socket_connect_timeout": _CONNECT_SECONDS,
-            "socket_timeout": _SOCKET_SECONDS,
+            "socket_timeout": socket_seconds,
             "socket_keepalive": True,
         },
     )

@@ -28,6 +28,20 @@ class JobSettings(BaseSettings):
     engine: Literal["fsdp1", "fsdp2"] | None = Field(
         None, description="What shards on the workers; by the torch installed here if left out."
     )
+    gate_min_macro_f1_share: float = Field(
+        0.5,
+        ge=0,
+        le=2,
+        description="Lowest share of its teacher's macro-F1 that any student must keep; a spec may ask "
+        "for more, not for less.",
+    )
+    gate_min_macro_f1: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Lowest macro-F1 on every head with which a student passes its gate, however bad its "
+        "teacher is.",
+    )
     lease_seconds: float = Field(
         60.0, gt=0, description="A worker that sends no heartbeat for this long loses its job."
     )

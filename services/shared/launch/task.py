@@ -128,7 +128,8 @@ def _run(
     except Exception as error:
         # The boundary of a job: a fault of the worker must not make the job run and fail repeatedly.
         log.exception("worker_failed", job_id=claim.job_id, attempt=claim.attempt)
-        what = f"{type(error).__name__}: {error}"
+        # The text stays in the log: it may hold SQL, paths or tokens, and a job's message is public.
+        what = f"{type(error).__name__}; see the worker's log"
         return _failed(Reason.CRASHED, f"The worker itself failed, not the ranks: {what}")
 
 

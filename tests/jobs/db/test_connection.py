@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import delete, text, update
+from sqlalchemy import delete, event, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from services.cli.embedded.servers import Server, start_postgres
@@ -108,3 +108,61 @@ def test_the_store_survives_a_restart_of_the_database(tmp_path: Path) -> None:
 def test_the_url_may_name_any_driver() -> None:
     engine = create_engine("postgresql://user@host/name")
     assert engine.dialect.driver == "psycopg"
+
+
+@pytest.mark.parametrize(
+    ("statement", "sqlstate"),
+    [
+        ("SET TRANSACTION READ ONLY; UPDATE jobs SET worker = worker WHERE false", "25006"),
+        ("SET LOCAL statement_timeout = '10ms'; SELECT pg_sleep(5)", "57014"),
+        ("DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '53100'; END $$", "53100"),
+        ("DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '25P03'; END $$", "25P03"),
+        ("DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '57P01'; END $$", "57P01"),
+    ],
+)
+def test_a_server_that_cannot_write_now_is_unavailable(
+    driver: StoreDriver, statement: str, sqlstate: str
+) -> None:
+    parts = [statement] if "$$" in statement else statement.split("; ", 1)
+    with pytest.raises(Unavailable) as refusal:
+        _run(driver, parts)
+    assert getattr(refusal.value.__cause__.orig, "sqlstate", None) == sqlstate  # type: ignore[union-attr]
+
+
+def _run(driver: StoreDriver, statements: list[str]) -> None:
+    with transaction(driver.store.engine) as session:
+        for statement in statements:
+            session.execute(text(statement))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT 1 / 0",
+        "SELECT CAST('hush-token' AS integer)",
+        "DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '54000'; END $$",
+    ],
+)
+def test_refused_data_is_no_outage_and_its_error_shows_no_sql(
+    driver: StoreDriver, statement: str
+) -> None:
+    with pytest.raises(DBAPIError) as refusal, transaction(driver.store.engine) as session:
+        session.execute(text(statement + " -- :token"), {"token": "hush-token-2"})
+    assert "[SQL" not in str(refusal.value)
+    assert "hush-token-2" not in str(refusal.value)
+
+
+def test_a_read_only_database_is_not_ready(driver: StoreDriver) -> None:
+    engine = create_engine(driver.store.engine.url.render_as_string(hide_password=False))
+    store = Store(engine, driver.store.settings)
+    store.ping()
+    engine.dispose()
+
+    @event.listens_for(engine, "connect")
+    def make_read_only(connection: Any, _: object) -> None:
+        connection.execute("SET default_transaction_read_only = on")
+        connection.commit()
+
+    with pytest.raises(Unavailable, match="read-only"):
+        store.ping()
+    engine.dispose()

@@ -14,6 +14,7 @@ from services.shared.jobs.db.tables import IS_LEASED, IS_QUEUED, AttemptRow, Job
 from services.shared.jobs.db.transitions import ColumnValues, append_event, next_state, transition
 from services.shared.jobs.documents import EventDataDict, ProgressDict
 from services.shared.jobs.errors import InvalidTransition
+from services.shared.jobs.gates import GateFloor
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import JobState, Phase, Reason
@@ -101,7 +102,13 @@ def heartbeat(
 
 
 def finish(
-    session: Session, job_id: str, *, attempt: int, token: str, outcome: Outcome
+    session: Session,
+    job_id: str,
+    *,
+    attempt: int,
+    token: str,
+    outcome: Outcome,
+    floor: GateFloor = GateFloor(),
 ) -> FinishResult:
     """Apply how an attempt ended, unless its lease was lost.
 
@@ -111,7 +118,7 @@ def finish(
     job = _held(session, job_id, token)
     if job is None:
         return FinishResult(applied=_ended_as(session, job_id, attempt, outcome.end), to_send=[])
-    to_send = _end_attempt(session, job, ending=outcome.end, outcome=outcome)
+    to_send = _end_attempt(session, job, ending=outcome.end, outcome=outcome, floor=floor)
     return FinishResult(applied=True, to_send=to_send)
 
 
@@ -232,7 +239,12 @@ def _ended_as(session: Session, job_id: str, attempt: int, end: End | str) -> bo
 
 
 def _end_attempt(
-    session: Session, job: JobRow, *, ending: End | str, outcome: Outcome
+    session: Session,
+    job: JobRow,
+    *,
+    ending: End | str,
+    outcome: Outcome,
+    floor: GateFloor = GateFloor(),
 ) -> list[QueuedJob]:
     """End the running attempt of a locked job; return the jobs to be sent."""
     is_free = ending == End.HANDED_BACK or (ending == LOST and _is_free_loss(session, job.id))
@@ -273,7 +285,7 @@ def _end_attempt(
         return [QueuedJob(job.id, job.kind)]
     if target is JobState.SUCCEEDED:
         assert outcome.report is not None
-        model_queries.add(session, job, outcome.report)
+        model_queries.add(session, job, outcome.report, floor=floor)
     return job_queries.release_children(session, job.id)
 
 

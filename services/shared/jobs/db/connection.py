@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from sqlalchemy import Engine, make_url
 from sqlalchemy import create_engine as _create_engine
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
@@ -28,6 +28,7 @@ def create_engine(database_url: str) -> Engine:
     return _create_engine(
         make_url(database_url).set(drivername="postgresql+psycopg"),
         pool_pre_ping=True,
+        hide_parameters=True,  # an error's text may be shown; parameters hold lease tokens
         pool_size=5,
         max_overflow=15,
         pool_timeout=_CONNECT_SECONDS,
@@ -46,13 +47,54 @@ def create_engine(database_url: str) -> Engine:
 def transaction(engine: Engine) -> Iterator[Session]:
     """Open a session, commit at the end, roll back on an exception.
 
-    Raises Unavailable when the database cannot be reached or does not answer in time.
+    Raises Unavailable when the database cannot be reached, does not answer in time or accepts no
+    writes for now. Any other error of the database is a fault of ours and passes, without its SQL.
     """
     try:
         with Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
-    except (OperationalError, InterfaceError, PoolTimeoutError) as error:
-        cause = str(getattr(error, "orig", None) or error).strip().splitlines()
-        raise Unavailable(
-            f"The database does not answer: {cause[0] if cause else error}"
-        ) from error
+    except PoolTimeoutError as error:
+        raise Unavailable(f"The database does not answer: {error}") from error
+    except DBAPIError as error:
+        cause = str(error.orig).strip().splitlines()
+        if is_outage(error):
+            raise Unavailable(
+                f"The database does not answer: {cause[0] if cause else ''}"
+            ) from error
+        error.statement = error.params = None
+        raise
+
+
+# SQLSTATE classes and codes of a server that will accept the same statement later.
+_OUTAGE_CLASSES = (
+    "08",
+    "53",
+    "58",
+)  # connection, resources (disk, memory, connections), system error
+_OUTAGE_STATES = frozenset(
+    {
+        "25006",  # read-only transaction: a standby, or a full disk that an operator has fenced off
+        "25P03",  # idle in transaction for too long
+        "25P04",  # transaction timeout
+        "40001",  # serialization failure
+        "40P01",  # deadlock
+        "55P03",  # lock timeout
+        "57014",  # statement timeout
+        "57P01",  # shutdown by an administrator
+        "57P02",  # crash of another backend
+        "57P03",  # starting up
+        "57P04",  # database dropped
+        "57P05",  # idle session timeout
+    }
+)
+
+
+def is_outage(error: DBAPIError) -> bool:
+    """Return whether the server, not the statement or its data, is the reason of an error.
+
+    An error without an SQLSTATE comes from the connection itself.
+    """
+    state = getattr(error.orig, "sqlstate", None)
+    if state is None:
+        return isinstance(error, OperationalError | InterfaceError)
+    return state in _OUTAGE_STATES or state.startswith(_OUTAGE_CLASSES)

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from services.shared.jobs.db.pagination import checked_limit, cursor_seq
 from services.shared.jobs.db.tables import JobRow, ModelRow, PromotionRow, ServingRow
 from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidInput, NotFound
-from services.shared.jobs.gates import Int8Gate, evaluate_gate
+from services.shared.jobs.gates import GateFloor, Int8Gate, evaluate_gate
 from services.shared.jobs.ids import model_id_of, new_id
 from services.shared.jobs.run_directory import Report
 from services.shared.jobs.settings import JobSettings
@@ -22,12 +22,12 @@ DEFAULT_ALIAS = "default"
 _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
-def add(session: Session, job: JobRow, report: Report) -> None:
+def add(session: Session, job: JobRow, report: Report, *, floor: GateFloor) -> None:
     """Register the model of a job that has just succeeded; promote it if its spec requests that and its gate passed."""
     spec = job_spec.validate_python(job.spec)
     gate = None
     if isinstance(spec, DistillSpec):
-        gate = evaluate_gate(spec.gate, report.evaluation)
+        gate = evaluate_gate(spec.gate, report.evaluation, floor=floor)
     model_id = model_id_of(job.id, job.attempt)
     session.execute(
         insert(ModelRow).values(

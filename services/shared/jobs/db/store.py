@@ -17,7 +17,7 @@ from services.shared.jobs.db.references import load_references
 from services.shared.jobs.db.tables import DatasetRow
 from services.shared.jobs.documents import JobPlanDict, ProgressDict
 from services.shared.jobs.errors import Conflict, NotFound
-from services.shared.jobs.gates import Int8Gate
+from services.shared.jobs.gates import GateFloor, Int8Gate
 from services.shared.jobs.ids import new_token
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.planning.spec_changes import ChangedSpec
@@ -59,9 +59,10 @@ class Store:
         self.settings = settings
 
     def ping(self) -> None:
-        """Check that the database responds."""
+        """Check that the database accepts writes. Raises Unavailable."""
         with transaction(self.engine) as session:
-            session.execute(text("SELECT 1"))
+            # Changes nothing, and is refused by a read-only database as any other write.
+            session.execute(text("UPDATE jobs SET worker = worker WHERE false"))
 
     # Datasets
 
@@ -263,6 +264,10 @@ class Store:
                 attempt=claim.attempt,
                 token=claim.token,
                 outcome=outcome,
+                floor=GateFloor(
+                    min_macro_f1_share=self.settings.gate_min_macro_f1_share,
+                    min_macro_f1=self.settings.gate_min_macro_f1,
+                ),
             )
 
     def hand_back(self, claim: Claim) -> FinishResult:
