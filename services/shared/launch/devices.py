@@ -14,7 +14,7 @@ from typing import Any
 
 
 class DeviceKind(str, Enum):
-    """A process_tree of devices with one runtime and one way to name its cards."""
+    """A family of devices with one runtime and one way of naming cards."""
 
     CPU = "cpu"
     DCU = "dcu"
@@ -34,7 +34,7 @@ _PREFIXES = {
 
 
 def device_kind(device: str) -> DeviceKind:
-    """Return the process_tree of a device kind's name (`stillhouse plan --device`); CUDA unless known."""
+    """Return the family of a device by its name (`stillhouse plan --device`); CUDA unless known."""
     for prefix, kind in _PREFIXES.items():
         if device.lower().startswith(prefix):
             return kind
@@ -42,9 +42,9 @@ def device_kind(device: str) -> DeviceKind:
 
 
 def detect_device_kind(root: Path = Path("/")) -> DeviceKind:
-    """Return the process_tree of devices that this machine carries, by its device files.
+    """Return the family of this machine's devices, according to its device files.
 
-    A DCU and an AMD card share /dev/kfd; the vendor's driver directory tells them apart.
+    A DCU and an AMD card share /dev/kfd; the vendor's driver directory distinguishes them.
     """
     if (root / "dev/kfd").exists():
         hygon = any((root / path).exists() for path in ("opt/hyhal", "opt/dtk", "usr/local/hyhal"))

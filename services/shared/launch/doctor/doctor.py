@@ -1,6 +1,6 @@
-"""Examines this machine: what works, what does not, and how to fix it.
+"""Checks what works on this machine, and says how to fix what does not.
 
-Checks that need torch run in a process of their own, since a broken runtime may crash or hang it.
+Checks that need torch run in a separate process, since a broken runtime may crash or hang it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from services.shared.launch.devices import DeviceKind
 from services.shared.launch.doctor.device_checks import check_devices
@@ -22,18 +21,52 @@ from services.shared.launch.doctor.machine import Finding, Machine, Status, fail
 from services.shared.launch.doctor.package_checks import check_packages
 from services.shared.launch.processes import guarded
 
-_SELFCHECK = "services.shared.training.selfcheck.checks"  # by name: launch must not import training
+_SELFCHECK = (
+    "services.shared.training.selfcheck.checks"  # named, since launch must not import training
+)
 _SELFCHECK_SECONDS = 300.0
 
+Measurements = dict[str, int | bool | None]
 
-def examine(machine: Machine, *, with_torch: bool = True) -> tuple[list[Finding], dict[str, Any]]:
-    """Return all findings, and what was measured as JSON values."""
+
+class CheckDict(TypedDict):
+    """A finding as JSON."""
+
+    name: str
+    status: str
+    detail: str
+    remedy: str
+
+
+class DoctorDocument(TypedDict):
+    """The document of `stillhouse doctor --json`."""
+
+    healthy: bool
+    device_kind: str
+    dtk: str | None
+    checks: list[CheckDict]
+    measured: Measurements
+
+
+class SelfcheckMessage(TypedDict, total=False):
+    """A line that the checks with torch print: `begins`, `measured`, or the fields of a finding."""
+
+    begins: str
+    measured: Measurements
+    name: str
+    status: str
+    detail: str
+    remedy: str
+
+
+def examine(machine: Machine, *, with_torch: bool = True) -> tuple[list[Finding], Measurements]:
+    """Return all findings and all measurements."""
     findings = [
         finding
         for check in (check_packages, check_devices, check_host)
         for finding in check(machine)
     ]
-    measured: dict[str, Any] = {}
+    measured: Measurements = {}
     for item in _selfcheck(machine) if with_torch else ():
         if isinstance(item, Finding):
             findings.append(item)
@@ -42,21 +75,29 @@ def examine(machine: Machine, *, with_torch: bool = True) -> tuple[list[Finding]
     return findings, measured
 
 
-def to_json(machine: Machine, findings: list[Finding], measured: dict[str, Any]) -> dict[str, Any]:
+def to_json(machine: Machine, findings: list[Finding], measured: Measurements) -> DoctorDocument:
     """Return the document of `stillhouse doctor --json`."""
     return {
         "healthy": all(finding.status is not Status.FAILED for finding in findings),
         "device_kind": str(machine.kind),
         "dtk": machine.dtk_version(),
-        "checks": [asdict(finding) | {"status": str(finding.status)} for finding in findings],
+        "checks": [
+            {
+                "name": finding.name,
+                "status": str(finding.status),
+                "detail": finding.detail,
+                "remedy": finding.remedy,
+            }
+            for finding in findings
+        ],
         "measured": measured,
     }
 
 
-def _selfcheck(machine: Machine) -> Iterator[Finding | dict[str, Any]]:
-    """Run the checks that need torch and yield what they print, one JSON object a line.
+def _selfcheck(machine: Machine) -> Iterator[Finding | Measurements]:
+    """Run the checks that need torch; yield their findings and measurements.
 
-    A check that began and reported nothing is the one that crashed or hung.
+    If the process crashes or hangs, the last check that began without a result is reported as failed.
     """
     device = "cpu" if machine.kind is DeviceKind.CPU else "accelerator"
     process = subprocess.Popen(
@@ -83,14 +124,15 @@ def _selfcheck(machine: Machine) -> Iterator[Finding | dict[str, Any]]:
         elif "measured" in message:
             yield message["measured"]
         elif "name" in message:
-            yield Finding(**message | {"status": Status(message["status"])})
+            status = Status(message["status"])
+            yield Finding(message["name"], status, message["detail"], message["remedy"])
     if ending is not None:
         yield failed(begun, f"the check {ending}: {_last_line(errors)}", _remedy_of(errors))
 
 
-def _message(line: str) -> dict[str, Any]:
+def _message(line: str) -> SelfcheckMessage:
     try:
-        message = json.loads(line)
+        message: SelfcheckMessage = json.loads(line)
     except ValueError:  # libraries print to standard output, too
         return {}
     return message if isinstance(message, dict) else {}

@@ -1,7 +1,7 @@
 """The doctor's checks that need torch: `python -m services.shared.training.selfcheck.checks cpu|accelerator`.
 
-Prints one JSON object a line: {"begins": name} before each check, then {"name", "status", "detail",
-"remedy"}, and {"measured": {...}}. So a check that kills the process can be named.
+Prints one JSON object per line: {"begins": name} before each check, then {"name", "status", "detail",
+"remedy"}, and {"measured": {...}}. A check that kills the process is identified by its first line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,10 @@ from services.shared.datasets.card import Head
 from services.shared.model.classifier import build_classifier, build_config
 from services.shared.training.optim.adamw_8bit import AdamW8Bit
 from services.shared.training.optim.parameter_groups import ParameterGroup
-from services.shared.training.selfcheck.rank_checks import check_ranks
+from services.shared.training.selfcheck.rank_checks import Measurements, Result, check_ranks
 from services.shared.training.sharding.shard import LocalShard
 
-Result = tuple[str, str, str]  # status, detail, remedy
-_OK, _WARNING, _FAILED, _NOT = "ok", "warning", "failed", "not_applicable"
+_OK, _WARNING, _FAILED, _NOT_APPLICABLE = "ok", "warning", "failed", "not_applicable"
 
 
 def main() -> None:
@@ -65,22 +64,22 @@ def main() -> None:
 
 
 def _report(name: str, check: Callable[[], Result]) -> None:
-    """Run one check; an exception is its finding."""
+    """Run one check; an exception is reported as a failed check."""
     _emit({"begins": name})
     try:
         result = check()
-    except Exception as error:  # noqa: BLE001  (whatever a broken runtime raises is the finding)
+    except Exception as error:  # noqa: BLE001  (a broken runtime may raise anything)
         text = str(error).strip().splitlines() or [""]
         result = (_FAILED, f"{type(error).__name__}: {text[0]}", _remedy(name, str(error)))
     _emit(_finding(name, result))
 
 
-def _finding(name: str, result: Result) -> dict[str, Any]:
+def _finding(name: str, result: Result) -> dict[str, str]:
     status, detail, remedy = result
     return {"name": name, "status": status, "detail": detail, "remedy": remedy}
 
 
-def _emit(message: dict[str, Any]) -> None:
+def _emit(message: Mapping[str, str | Measurements]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
@@ -107,12 +106,12 @@ def _runtime(on_cpu: bool) -> Result:
         return (
             _FAILED,
             f"{detail}: the vendor's torch was overwritten",
-            "Reinstall the DAS wheel with --no-deps; keep pip from resolving torch.",
+            "Reinstall the DAS wheel with --no-deps, so that pip does not resolve torch.",
         )
     if not torch.cuda.is_available():
         return (
             _FAILED,
-            f"{detail}: it sees no device although there are device files",
+            f"{detail}: torch sees no device although there are device files",
             "Check device selection, groups and the driver's mount above.",
         )
     return _OK, f"{detail}, {torch.cuda.device_count()} devices", ""
@@ -128,7 +127,7 @@ def _numpy() -> Result:
 
 def _devices(device: torch.device) -> Result:
     if device.type == "cpu":
-        return _NOT, "does not apply here: ranks share the CPU", ""
+        return _NOT_APPLICABLE, "does not apply here: ranks share the CPU", ""
     shown = []
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
@@ -138,13 +137,13 @@ def _devices(device: torch.device) -> Result:
 
 
 def _matmul(device: torch.device) -> Result:
-    """A HIP build claims bf16 on every card; only a multiplication tells."""
+    """Check bf16 by a multiplication: a HIP build reports support for it on every card."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
     exact = a @ b
     got = (a.to(device, torch.bfloat16) @ b.to(device, torch.bfloat16)).float().cpu()
     error = float((got - exact).norm() / exact.norm())
-    # bfloat16 keeps 8 bits of mantissa: 0.4 % a factor.
+    # bfloat16 has 8 bits of significand: each factor is rounded by up to 0.4 %.
     if not error < 0.01:
         return (
             _FAILED,
@@ -155,7 +154,7 @@ def _matmul(device: torch.device) -> Result:
 
 
 def _attention(device: torch.device) -> Result:
-    """Attend with and without a mask, forward and backward, with fewer key heads than queries."""
+    """Check attention with and without a mask, forward and backward, with fewer key than query heads."""
     tokens = 256
     mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     for explicit in (None, mask):
@@ -185,7 +184,7 @@ def _qkv(device: torch.device, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _backends(device: torch.device) -> Result:
-    """Only math left means O(S^2) memory, which the planner does not assume."""
+    """List the attention back-ends that run; math alone takes O(S^2) memory, which plans do not assume."""
     ran = []
     for backend in (
         SDPBackend.FLASH_ATTENTION,
@@ -204,14 +203,14 @@ def _backends(device: torch.device) -> Result:
     if ran == ["math"]:
         return (
             _WARNING,
-            "only math runs: attention takes memory that grows with the square of the length",
+            "only math runs: the memory of attention grows with the square of the sequence length",
             "Plan with --attention math, or install the flash_attn wheel of this torch.",
         )
     return _OK, ", ".join(ran), ""
 
 
 def _checkpointing(device: torch.device) -> Result:
-    """A wrapper that forgets to forward this switch trains without it, and runs out of memory."""
+    """Check that the switch takes effect: a wrapper that does not forward it runs out of memory."""
     shape = {
         "model_type": "qwen3",
         "hidden_size": 32,
@@ -233,8 +232,8 @@ def _checkpointing(device: torch.device) -> Result:
     if not saved[1] < saved[0]:
         return (
             _FAILED,
-            f"it saves nothing ({saved[0]} bytes without, {saved[1]} with)",
-            "This transformers renamed its switch; report the version.",
+            f"it saves no memory ({saved[0]} bytes without, {saved[1]} with)",
+            "This version of transformers has renamed the switch; report it.",
         )
     return _OK, f"{saved[1]} bytes kept for the backward pass instead of {saved[0]}", ""
 
@@ -254,7 +253,7 @@ def _bytes_saved_for_backward(classifier: torch.nn.Module, device: torch.device)
 
 
 def _eight_bit(device: torch.device) -> Result:
-    """The first step of AdamW goes by the signs of the gradient, whatever its moments are kept in."""
+    """Check one step: AdamW's first depends on the gradient's sign only, not on how moments are stored."""
     parameter = torch.nn.Parameter(torch.ones(64 * 256, device=device))
     weight = parameter.detach()
     parameter.grad = torch.ones_like(weight)
@@ -265,22 +264,22 @@ def _eight_bit(device: torch.device) -> Result:
     if not 0.099 < moved < 0.101:
         return (
             _FAILED,
-            f"a step of 0.1 moved parameters by {moved:.3g}",
+            f"a step of 0.1 changed parameters by {moved:.3g}",
             "Use adamw_bf16 or adafactor instead of adamw_8bit.",
         )
-    return _OK, "adamw_8bit makes a right step", ""
+    return _OK, "the first step of adamw_8bit has the expected size", ""
 
 
-def _context(device: torch.device) -> dict[str, Any]:
-    """Return what the runtime's context takes: memory in use outside torch's allocator, in bytes."""
+def _context(device: torch.device) -> Measurements:
+    """Return the size of the runtime's context: memory in use outside torch's allocator, in bytes."""
     torch.zeros(1, device=device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     return {"device_total_bytes": total, "context_bytes": total - free - reserved}
 
 
-def _speed(device: torch.device) -> dict[str, Any]:
-    """Return what copies and bf16 multiplications reach, by the wall clock."""
+def _speed(device: torch.device) -> Measurements:
+    """Return the throughput of copies and of bf16 multiplications, by the wall clock."""
     size = 2**28
     source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -293,8 +292,8 @@ def _speed(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _expandable_segments(device: torch.device) -> dict[str, Any]:
-    """Return whether this build honours the setting that out-of-memory messages advise."""
+def _expandable_segments(device: torch.device) -> Measurements:
+    """Return whether this build honours the setting that out-of-memory messages recommend."""
     torch.cuda.empty_cache()
     try:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")

@@ -1,4 +1,4 @@
-"""The doctor's checks that need several ranks: collectives, and whether sharding really shards."""
+"""The doctor's checks that need several ranks: collectives, and whether sharding takes effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,10 @@ from services.shared.training.process import StopWatch, World
 from services.shared.training.sharding.load import initialise
 from services.shared.training.sharding.shard import shard_classifier
 
-Result = tuple[str, str, str]
-_SECONDS = 120.0  # a first collective builds rings: seconds; a hang would last for ever
+Result = tuple[str, str, str]  # status, detail, remedy
+Measurements = dict[str, int | bool | None]
+
+_SECONDS = 120.0  # building rings for the first collective takes seconds; a hang never ends
 _MOST_RANKS = 8
 _STOPPED = "Jobs will be stopped before their first step (not_sharded); report the versions."
 _ALL_REDUCE_BYTES = 2**28
@@ -39,8 +41,17 @@ _SHAPE = {
 }
 
 
-def check_ranks(device: torch.device) -> tuple[dict[str, Result], dict[str, Any]]:
-    """Return the findings by name, and the measurements, from ranks started for this check."""
+class RankReport(TypedDict, total=False):
+    """What one rank writes: `error` alone, or everything else; nothing where it was killed."""
+
+    error: str
+    backend: str
+    measured: Measurements
+    observed: ObservedShardingDict
+
+
+def check_ranks(device: torch.device) -> tuple[dict[str, Result], Measurements]:
+    """Start ranks for these checks; return their results by name, and the measurements."""
     size = 2 if device.type == "cpu" else min(torch.cuda.device_count(), _MOST_RANKS)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
@@ -64,8 +75,8 @@ def check_ranks(device: torch.device) -> tuple[dict[str, Result], dict[str, Any]
 
 
 def _findings(
-    reports: list[dict[str, Any]], *, hung: list[int], failures: dict[int, Any], size: int
-) -> tuple[dict[str, Result], dict[str, Any]]:
+    reports: list[RankReport], *, hung: list[int], failures: dict[int, int], size: int
+) -> tuple[dict[str, Result], Measurements]:
     if hung:
         return {
             "collectives": (
@@ -82,12 +93,12 @@ def _findings(
             "collectives": ("failed", what, "Check devices, shared memory and locked memory above.")
         }, {}
     first = reports[0]
-    collectives = f"all-reduce, all-gather and reduce-scatter agree on {size} ranks"
+    collectives = f"all-reduce, all-gather and reduce-scatter are correct on {size} ranks"
     found: dict[str, Result] = {"collectives": ("ok", f"{collectives} ({first['backend']})", "")}
     if size == 1:
         found["collectives"] = (
             "warning",
-            f"only one device: nothing crosses between ranks ({first['backend']} starts)",
+            f"only one device: no data crosses between ranks ({first['backend']} starts)",
             "A job on one rank does not shard; use two devices or more for large teachers.",
         )
     found["loading"] = ("ok", "every parameter of every rank was filled, by checksum", "")
@@ -96,7 +107,7 @@ def _findings(
 
 
 def _sharding(observed: list[ObservedShardingDict], size: int) -> Result:
-    """Compare what every rank holds after wrapping with what is expected, and count the units."""
+    """Compare the units, bytes and dtypes that each rank holds after wrapping with the expected ones."""
     for rank, seen in enumerate(observed):
         if seen["sharded_units"] != seen["expected_units"]:
             return (
@@ -114,7 +125,7 @@ def _sharding(observed: list[ObservedShardingDict], size: int) -> Result:
         if len(seen["parameter_dtypes"]) != 1:
             return (
                 "failed",
-                f"rank {rank} holds parameters of several types: {seen['parameter_dtypes']}",
+                f"rank {rank} holds parameters of several dtypes: {seen['parameter_dtypes']}",
                 _STOPPED,
             )
     share = observed[0]["local_parameter_bytes"] / observed[0]["whole_model_bytes"]
@@ -123,8 +134,8 @@ def _sharding(observed: list[ObservedShardingDict], size: int) -> Result:
 
 
 def _rank(rank: int, size: int, kind: str, scratch: str) -> None:
-    """Run the checks on one rank; write its report, also when it fails."""
-    report: dict[str, Any] = {}
+    """Run the checks on one rank and write its report, even if they fail."""
+    report: RankReport = {}
     try:
         report = _examine(rank, size, kind, scratch)
     except Exception as error:
@@ -135,7 +146,7 @@ def _rank(rank: int, size: int, kind: str, scratch: str) -> None:
         (Path(scratch) / f"{rank}.json").write_text(json.dumps(report))
 
 
-def _examine(rank: int, size: int, kind: str, scratch: str) -> dict[str, Any]:
+def _examine(rank: int, size: int, kind: str, scratch: str) -> RankReport:
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind != "cpu" else torch.device("cpu")
     if kind != "cpu":
@@ -149,14 +160,14 @@ def _examine(rank: int, size: int, kind: str, scratch: str) -> dict[str, Any]:
         world_size=size,
         timeout=timedelta(seconds=_SECONDS / 2),
     )
-    report: dict[str, Any] = {"backend": backend, "measured": {}}
+    measured: Measurements = {}
     _check_collectives(rank, size, device)
     if kind != "cpu":
-        report["measured"]["communicator_bytes"] = _used_bytes(device) - before
-        report["measured"]["all_reduce_bytes_per_second"] = _all_reduce_speed(size, device)
-    report["observed"] = _observe_sharding(rank, size, device, scratch)
+        measured["communicator_bytes"] = _used_bytes(device) - before
+        measured["all_reduce_bytes_per_second"] = _all_reduce_speed(size, device)
+    observed = _observe_sharding(rank, size, device, scratch)
     dist.destroy_process_group()
-    return report
+    return {"backend": backend, "measured": measured, "observed": observed}
 
 
 def _check_collectives(rank: int, size: int, device: torch.device) -> None:
@@ -188,12 +199,12 @@ def _observe_sharding(
         )
     recipe = Recipe() if device.type != "cpu" else Recipe(compute="float32", reduce="float32")
     sharded = shard_classifier(classifier, recipe, world)
-    initialise(sharded, seed=0)  # verifies by checksums that nothing was left unfilled
+    initialise(sharded, seed=0)  # verifies by checksum that every parameter was filled
     return observe_sharding(sharded, world)
 
 
 def _all_reduce_speed(size: int, device: torch.device) -> int | None:
-    """Return the bus bandwidth of a large all-reduce: 2 (n - 1) / n of its bytes over its seconds."""
+    """Return the bus bandwidth of a large all-reduce: 2 (n - 1) / n of its bytes per second."""
     if size < 2:
         return None
     values = torch.zeros(_ALL_REDUCE_BYTES // 4, device=device)
@@ -214,9 +225,9 @@ def _used_bytes(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> RankReport:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: RankReport = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return found
