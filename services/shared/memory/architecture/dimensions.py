@@ -19,6 +19,8 @@ class Family(str, Enum):
     GEMMA2 = "gemma2"
     GEMMA3 = "gemma3_text"
     PHI3 = "phi3"
+    GLM = "glm"
+    GLM4 = "glm4"
     MIXTRAL = "mixtral"
     QWEN3_MOE = "qwen3_moe"
     DEEPSEEK_V2 = "deepseek_v2"
@@ -52,6 +54,8 @@ LLAMA_LIKE = frozenset(
         Family.GEMMA3,
     }
 )
+# The same around a fused q, k, v or gate and up projection, or heads rotated in part.
+PHI_LIKE = frozenset({Family.PHI3, Family.GLM, Family.GLM4})
 BERT_LIKE = frozenset({Family.BERT, Family.ROBERTA, Family.XLM_ROBERTA, Family.DISTILBERT})
 EXPERT_FAMILIES = frozenset(
     {Family.MIXTRAL, Family.QWEN3_MOE, Family.DEEPSEEK_V2, Family.DEEPSEEK_V3}

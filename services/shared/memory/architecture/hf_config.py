@@ -9,6 +9,7 @@ from services.shared.memory.architecture.dimensions import (
     BERT_LIKE,
     EXPERT_FAMILIES,
     LLAMA_LIKE,
+    PHI_LIKE,
     Dimensions,
     Experts,
     Family,
@@ -21,7 +22,17 @@ _LARGEST = 10_000_000
 # A plan walks every layer. The deepest published models have 126 (decoders) and 2 x 24 (T5).
 _MOST_LAYERS = 1_000
 
-_OTHER_NAMES = {"qwen2_5": "qwen2", "gemma3": "gemma3_text"}
+_OTHER_NAMES = {
+    "qwen2_5": "qwen2",
+    "gemma3": "gemma3_text",
+    # The text towers of vision-language models.
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_text": "qwen3",
+}
 ALIASES: dict[Family, dict[str, str]] = {
     Family.GPT2: {
         "hidden_size": "n_embd",
@@ -51,7 +62,7 @@ ALIASES[Family.GPT_BIGCODE] = ALIASES[Family.GPT2]
 
 _FOUR_TIMES = frozenset({Family.GPT2, Family.GPT_BIGCODE, Family.BLOOM, Family.FALCON})
 _WINDOW_SWITCHES = frozenset({Family.QWEN2, Family.QWEN3})
-_GROUPED = LLAMA_LIKE | EXPERT_FAMILIES | {Family.PHI3}
+_GROUPED = LLAMA_LIKE | EXPERT_FAMILIES | PHI_LIKE
 _POSITIONS = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.OPT}
 # transformers 5: these configs tie input and output embeddings by default.
 _TIED = frozenset(
@@ -103,12 +114,13 @@ def config_of(dims: Dimensions) -> dict[str, Any]:
         "pad_token_id": 0,  # the default is that of the published vocabulary
         "tie_word_embeddings": dims.tied,
     }
-    if family in LLAMA_LIKE or family is Family.PHI3:
+    if family in LLAMA_LIKE or family in PHI_LIKE:
         config |= {"num_key_value_heads": dims.num_kv_heads, "head_dim": dims.head_dim}
         config["sliding_window"] = dims.window
     if family in _WINDOW_SWITCHES:
         config["use_sliding_window"] = dims.window is not None
-    if family is not Family.QWEN2 and (family in LLAMA_LIKE or family is Family.MODERNBERT):
+    biased = LLAMA_LIKE | {Family.MODERNBERT, Family.GLM, Family.GLM4}
+    if family is not Family.QWEN2 and family in biased:
         config["attention_bias"] = dims.attention_bias
     if family in (Family.LLAMA, Family.GRANITE, Family.MODERNBERT):
         config["mlp_bias"] = dims.mlp_bias
@@ -268,6 +280,8 @@ def _biases(family: Family, keys: _Keys) -> tuple[bool, bool, bool]:
     if family is Family.OPT:
         bias = keys.flag("enable_bias", default=True)
         return bias, bias, bias
+    if family in (Family.GLM, Family.GLM4):
+        return keys.flag("attention_bias"), False, False
     other = family not in (Family.T5, Family.PHI3)
     return other, other, other
 
@@ -287,7 +301,7 @@ def _decoder_layers(family: Family, keys: _Keys) -> int:
 def _gated(family: Family, keys: _Keys) -> bool:
     if family is Family.T5:
         return "gated" in str(keys.get("feed_forward_proj", "relu"))
-    if family in (Family.PHI3, Family.MODERNBERT):
+    if family in PHI_LIKE or family is Family.MODERNBERT:
         return True
     return family in LLAMA_LIKE or family in EXPERT_FAMILIES
 

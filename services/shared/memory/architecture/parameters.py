@@ -6,7 +6,7 @@ from enum import Enum
 from math import prod
 from typing import NamedTuple
 
-from services.shared.memory.architecture.dimensions import BERT_LIKE, Dimensions, Family
+from services.shared.memory.architecture.dimensions import BERT_LIKE, PHI_LIKE, Dimensions, Family
 
 
 class UnitKind(str, Enum):
@@ -181,6 +181,8 @@ def _llama_layer(dims: Dimensions, index: int) -> tuple[Tensor, ...]:
     h, norms = dims.hidden_size, ["input_layernorm", "post_attention_layernorm"]
     if dims.family in (Family.GEMMA2, Family.GEMMA3):
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    if dims.family is Family.GLM4:
+        norms += ["post_self_attn_layernorm", "post_mlp_layernorm"]
     attention = _latent_attention(dims) if dims.latent else _grouped_attention(dims)
     if dims.experts and index >= dims.experts.dense_layers:
         mlp = _expert_mlp(dims)
@@ -225,7 +227,7 @@ def _latent_attention(dims: Dimensions) -> list[Tensor]:
 
 def _gated_mlp(dims: Dimensions, name: str, width: int) -> list[Tensor]:
     h, bias = dims.hidden_size, dims.mlp_bias
-    if dims.family is Family.PHI3:
+    if dims.family in PHI_LIKE:
         tensors = _linear(f"{name}.gate_up_proj", 2 * width, h)
     else:
         tensors = _linear(f"{name}.gate_proj", width, h, bias=bias)

@@ -113,7 +113,7 @@ def embedding_saved_bytes(dims: Dimensions, tokens: Tokens) -> int:
 
 
 _EMBEDDING_NORM = BERT_LIKE | {Family.MODERNBERT}
-_EMBEDDING_DROPOUT = BERT_LIKE | {Family.GPT_BIGCODE}
+_EMBEDDING_DROPOUT = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE}
 
 
 def mask_bytes(dims: Dimensions, tokens: Tokens) -> int:
@@ -142,7 +142,7 @@ def shared_input_bytes(dims: Dimensions, tokens: Tokens) -> int:
 # transformers builds both masks for these, whether or not a text is longer than the window.
 _MIXED_WINDOWS = {Family.GEMMA2, Family.GEMMA3, Family.MODERNBERT}
 _OPTIONAL_WINDOWS = {Family.QWEN2, Family.QWEN3}
-_WITHOUT_ROTARY = BERT_LIKE | {Family.GPT_BIGCODE, Family.OPT}
+_WITHOUT_ROTARY = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.OPT}
 
 
 class _Forward(NamedTuple):

@@ -6,7 +6,13 @@ Each sequence was taken from the operations that a dry run of the family dispatc
 
 from __future__ import annotations
 
-from services.shared.memory.architecture.dimensions import BERT_LIKE, LLAMA_LIKE, Dimensions, Family
+from services.shared.memory.architecture.dimensions import (
+    BERT_LIKE,
+    LLAMA_LIKE,
+    PHI_LIKE,
+    Dimensions,
+    Family,
+)
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning.allocation_tape import Gradient, Tape, Value
 from services.shared.memory.planning.attention import attend
@@ -15,7 +21,8 @@ from services.shared.memory.planning.operations import Operations, Tokens
 PLANNED_FAMILIES = (
     LLAMA_LIKE
     | BERT_LIKE
-    | {Family.PHI3, Family.MODERNBERT, Family.GPT_NEOX, Family.GPT_BIGCODE, Family.OPT}
+    | PHI_LIKE
+    | {Family.MODERNBERT, Family.GPT2, Family.GPT_NEOX, Family.GPT_BIGCODE, Family.OPT}
 )
 
 
@@ -37,7 +44,7 @@ def play_layer(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value, *, recomp
     layer = _Layer(tape, dims, tokens, recompute=recompute)
     if dims.family in BERT_LIKE:
         return layer.post_norm(x)
-    if dims.family in LLAMA_LIKE or dims.family is Family.PHI3:
+    if dims.family in LLAMA_LIKE or dims.family in PHI_LIKE:
         return layer.gated_decoder(x)
     if dims.family is Family.MODERNBERT:
         return layer.modernbert(x)
@@ -49,7 +56,7 @@ def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> V
     layer = _Layer(tape, dims, tokens, recompute=False)
     if dims.family in BERT_LIKE:
         return x
-    if dims.family in LLAMA_LIKE or dims.family is Family.PHI3:
+    if dims.family in LLAMA_LIKE or dims.family in PHI_LIKE:
         return layer.rms_norm(x, dims.hidden_size, 1, "final norm")
     return layer.layer_norm(x, "final norm")
 
@@ -95,7 +102,7 @@ class _Layer(Operations):
         return out
 
     def pre_norm(self, x: Value) -> Value:
-        """GPT-NeoX, GPT-BigCode and OPT: pre-norm with LayerNorms, an MLP without a gate."""
+        """GPT-2, GPT-NeoX, GPT-BigCode and OPT: pre-norm with LayerNorms, an MLP without a gate."""
         tape = self.tape
         # GPT-NeoX runs attention and MLP in parallel on the same input.
         parallel = self.dims.family is Family.GPT_NEOX
@@ -181,7 +188,7 @@ class _Layer(Operations):
     def gated_mlp(self, x: Value, output_bytes: int) -> Value:
         """down(act(gate(x)) * up(x)), gate and up fused where the family fuses them."""
         tape, dims = self.tape, self.dims
-        if dims.family in (Family.PHI3, Family.MODERNBERT):
+        if dims.family in PHI_LIKE or dims.family is Family.MODERNBERT:
             both = self.linear(x, 2 * self.wide_bytes, "MLP gate and up", bias=dims.mlp_bias)
             gate, up = tape.split("MLP gate and up", both, (self.wide_bytes, self.wide_bytes))
             tape.drop(both)
@@ -208,7 +215,10 @@ class _Layer(Operations):
         """down(act(up(x))), then dropout."""
         bias = self.dims.mlp_bias
         wide = self.linear(x, self.wide_bytes, "MLP up", bias=bias)
-        active = self.unary(wide, "activation", keeps_output=self.dims.family is Family.OPT)
+        if self.dims.family is Family.GPT2:
+            active = self.gelu_by_parts(wide)
+        else:
+            active = self.unary(wide, "activation", keeps_output=self.dims.family is Family.OPT)
         self.tape.drop(wide)
         out = self.linear(active, self.hidden_bytes, "MLP down", bias=bias)
         self.tape.drop(active)

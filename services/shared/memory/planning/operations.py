@@ -31,13 +31,13 @@ class Tokens(NamedTuple):
         return self.batch * self.sequence_length
 
 
-# Heads are rotated in part, 1 / n of their width: partial_rotary_factor (Phi-3: 1, by the same code)
+# Heads are rotated in part, 1 / n of their width: partial_rotary_factor (Phi-3: 1, by the same code; GLM: 0.5)
 # and rotary_pct (GPT-NeoX, Pythia: 0.25).
-_ROTATED_DIVISOR = {Family.PHI3: 1, Family.GPT_NEOX: 4}
+_ROTATED_DIVISOR = {Family.PHI3: 1, Family.GLM: 2, Family.GLM4: 2, Family.GPT_NEOX: 4}
 
 
 # OPT drops hidden states only: attention_dropout is 0 in its configs.
-_ATTENTION_DROPOUT = BERT_LIKE | {Family.GPT_BIGCODE}
+_ATTENTION_DROPOUT = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE}
 
 
 class Operations:
@@ -53,13 +53,13 @@ class Operations:
         self.wide_bytes = self.count * dims.intermediate_size * self.value_bytes
         self.output_bytes = 0 if recompute else self.hidden_bytes
         self.gemma = dims.family in (Family.GEMMA, Family.GEMMA2, Family.GEMMA3)
-        self.sandwich = dims.family in (Family.GEMMA2, Family.GEMMA3)
+        self.sandwich = dims.family in (Family.GEMMA2, Family.GEMMA3, Family.GLM4)
         self.kernel = Kernel(
             tokens.attention,
             mask=tokens.mask,
             dropout=dims.dropout and tokens.training and dims.family in _ATTENTION_DROPOUT,
             softcap=dims.family is Family.GEMMA2,
-            softmax_float32=dims.family not in BERT_LIKE,
+            softmax_float32=dims.family not in BERT_LIKE | {Family.GPT2},
             cpu=tokens.cpu_kernels,
             head_major_queries=dims.family in _ROTATED_DIVISOR,
         )
@@ -98,6 +98,26 @@ class Operations:
         saves = () if keeps_output else (x,)
         gradient = [Gradient(x, x.size_bytes)]
         return self.tape.op(what, x.size_bytes, gradient, saves=saves, saves_out=keeps_output)
+
+    def gelu_by_parts(self, x: Value) -> Value:
+        """GPT-2's GELU, 0.5 x (1 + tanh(c (x + 0.0447 x^3))), operation by operation."""
+        tape, size = self.tape, x.size_bytes
+        half = tape.op("GELU", size, [Gradient(x, size)])
+        cube = tape.op("GELU", size, [Gradient(x, size, (size,))], saves=[x])
+        small = tape.op("GELU", size, [Gradient(cube, size)])
+        tape.drop(cube)
+        summed = tape.op("GELU", size, [Gradient(x, alias=True), Gradient(small, alias=True)])
+        tape.drop(small)
+        scaled = tape.op("GELU", size, [Gradient(summed, size)])
+        tape.drop(summed)
+        bounded = tape.op("GELU", size, [Gradient(scaled, size)], saves_out=True)
+        tape.drop(scaled)
+        shifted = tape.op("GELU", size, [Gradient(bounded, alias=True)])
+        tape.drop(bounded)
+        both = [Gradient(half, size), Gradient(shifted, size)]
+        out = tape.op("GELU", size, both, saves=[half, shifted])
+        tape.drop(half, shifted)
+        return out
 
     def add(self, left: Value, right: Value, out_bytes: int) -> Value:
         """A sum: saves nothing, passes its gradient on to both."""
