@@ -180,6 +180,8 @@ def _reduce(
     """
     ledger, recipe = run.ledger, run.job.recipe
     other = 0 if recipe.reduce is recipe.parameters else unit.reduce_output_bytes
+    if run.job.fsdp1 and run.job.units.shard_ranks == 1:
+        other = 0  # NO_SHARD casts the flat gradient itself
     shard = unit.gradient_bytes
     if run.job.fsdp1:
         upcast = 0 if recipe.reduce is recipe.compute else unit.reduce_input_bytes

@@ -102,7 +102,8 @@ def _checkpoint_shards(run: SimulationRun) -> int:
 def _previous_gradients(run: SimulationRun) -> None:
     """FSDP1 with use_orig_params keeps flat gradients after zero_grad until its next pass."""
     job = run.job
-    if job.layered and job.on_device:
+    # NO_SHARD frees them.
+    if job.layered and job.on_device and job.units.shard_ranks > 1:
         left = job.gradient_bytes - job.units.root.gradient_bytes
         run.ledger.record("root", None, "gradients of the step before", temporaries=left)
 
