@@ -149,14 +149,15 @@ class TestProbe:
         ("NCCL WARN Cuda failure 2 'out of memory'", Cause.OUTSIDE_ALLOCATOR),
         ("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", Cause.OUTSIDE_ALLOCATOR),
         ("UR_RESULT_ERROR_OUT_OF_RESOURCES", Cause.DRIVER_LIMIT),
-        ("RuntimeError: cudaHostAlloc failed: out of memory", Cause.DRIVER_LIMIT),
+        ("RuntimeError: cudaHostAlloc failed: out of memory", Cause.PINNED_MEMORY),
         ("Upcasted low precision parameters in Block because mixed", Cause.FP32_UPCAST),
         ("mixed requires_grad in one FSDP unit", Cause.WRAP_TOO_COARSE),
         ("Failed to clone() tensor with name lm_head.weight on rank 0", Cause.CHECKPOINT_GATHER),
     ],
 )
 def test_the_source_of_a_message_determines_the_cause(log: str, cause: Cause) -> None:
-    assert read(log=log, sharding_strategy="FSDP1 full_shard").cause is cause
+    found = read(log=log, sharding_strategy="FSDP1 full_shard", out_of_memory=True)
+    assert found.cause is cause
 
 
 def test_an_exit_by_kill_without_a_log_is_host_memory() -> None:
@@ -202,7 +203,7 @@ def test_free_blocks_that_would_suffice_packed_are_fragmentation() -> None:
 
 
 def test_temporaries_are_the_cause_only_where_the_job_fits_without_them() -> None:
-    trace = "in torch._foreach_sqrt"
+    trace = "in torch._foreach_sqrt\ntorch.OutOfMemoryError"
     fits = read(**QWEN3_8B, log=trace, optimizer="adamw foreach", phase="optimizer_step")
     crowded = read(
         **{**QWEN3_8B, "device": "a10g"},
@@ -215,7 +216,7 @@ def test_temporaries_are_the_cause_only_where_the_job_fits_without_them() -> Non
 
 
 def test_creating_the_optimizers_state_is_not_a_temporary() -> None:
-    log = "in step\n  self._init_group(group)\n  in _init_group: torch.zeros_like(p)"
+    log = "in step\n  self._init_group(group)\n  in _init_group: torch.zeros_like(p)\ntorch.OutOfMemoryError"
     assert read(**QWEN3_8B, log=log, phase="optimizer_step").cause is Cause.CAPACITY
 
 
@@ -225,10 +226,9 @@ def test_loading_onto_the_card_before_wrapping_is_not_sharded() -> None:
 
 
 def test_adapters_alone_do_not_need_the_state_of_a_full_training() -> None:
-    full = read(model_name="Llama-2-70B", ranks=8, sharding_strategy="FSDP1", device="a100-80")
-    lora = read(
-        model_name="Llama-2-70B", ranks=8, sharding_strategy="FSDP1, LoRA", device="a100-80"
-    )
+    job = {"model_name": "Llama-2-70B", "ranks": 8, "device": "a100-80", "out_of_memory": True}
+    full = read(**job, sharding_strategy="FSDP1")
+    lora = read(**job, sharding_strategy="FSDP1, LoRA")
     assert full.cause is Cause.CAPACITY
     assert lora.cause is Cause.UNDECIDED
 

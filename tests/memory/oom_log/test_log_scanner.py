@@ -57,7 +57,7 @@ ENTRY = {
     "H1b": "H1",
     "H1c": "H1",
     "H1d": "H1",
-    "H2b": "H2",
+    "H2b": "S1",
 }
 F4 = BY_FORMAT["F4"]
 

@@ -38,6 +38,7 @@ class Case:
 
     log: str = ""
     exit_code: int | None = None
+    out_of_memory: bool | None = None  # the reporter says so, where the message is lost
     phase: str | None = None
     step: int | None = None
     model_name: str | None = None
@@ -232,6 +233,7 @@ def _precision(name: str, value: Any) -> Precision:
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "log": _log,
     "exit_code": _exit_code,
+    "out_of_memory": _flag,
     "phase": _text,
     "step": _count,
     "model_name": _text,

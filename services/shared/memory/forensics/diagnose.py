@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from services.shared.memory.forensics.admission import (
+    failure_is_stated,
+    missing_summary,
+    state_was_smaller,
+    weighed_by_progress,
+    without_verdict,
+)
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnosis import (
     Cause,
@@ -70,6 +77,8 @@ def diagnose(case: Case, *, log: LogReading | None = None) -> Diagnosis:
         needs=needs,
         planned=_planned_peaks(evidence),
     )
+    if not failure_is_stated(evidence):
+        return replace(diagnosis, summary=missing_summary(evidence))
     return replace(diagnosis, summary=_summary(diagnosis))
 
 
@@ -80,8 +89,14 @@ def _with_planned_requests(evidence: Evidence) -> Evidence:
 
 def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
     """Return all hypotheses, the strongest first; equals stay in the order of the rules."""
+    if not failure_is_stated(evidence):
+        if evidence.message is not None:
+            return ()  # the scheduler ended the job
+        stated = hypotheses_from_rules(evidence, needs)
+        return tuple(without_verdict(h) for h in stated if h.strength is not Strength.EXCLUDED)
     stated = tuple(
-        _optimizer_or_capacity(evidence, needs, h) for h in hypotheses_from_rules(evidence, needs)
+        weighed_by_progress(evidence, needs, _optimizer_or_capacity(evidence, needs, h))
+        for h in hypotheses_from_rules(evidence, needs)
     )
     computed = hypotheses_from_timelines(evidence)
     if computed:
@@ -89,7 +104,23 @@ def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesi
         surviving = {h.cause for h in computed if h.strength is not Strength.EXCLUDED}
         if len(surviving) == 1:
             computed = tuple(_promoted_to_likely(h) for h in computed)
-    return tuple(sorted((*stated, *computed), key=lambda h: -h.strength))
+    return _with_one_likely(sorted((*stated, *computed), key=lambda h: -h.strength))
+
+
+def _with_one_likely(ordered: list[Hypothesis]) -> tuple[Hypothesis, ...]:
+    """Return the hypotheses with at most one cause likely; its rivals stay possible."""
+    if not ordered:
+        return ()
+    if ordered[0].cause is Cause.OWN_RANKS_ON_CARD:
+        ordered = [h for h in ordered if h.cause is not Cause.OTHER_PROCESS]
+    best = ordered[0]
+    ordered = [
+        replace(h, strength=Strength.POSSIBLE)
+        if h.strength is Strength.LIKELY and h.cause is not best.cause
+        else h
+        for h in ordered
+    ]
+    return tuple(sorted(ordered, key=lambda h: -h.strength))
 
 
 def _promoted_to_likely(hypothesis: Hypothesis) -> Hypothesis:
@@ -118,6 +149,8 @@ def _optimizer_or_capacity(
 
 def _lacks_room_without(evidence: Evidence, needs: Needs | None) -> str | None:
     """Return why the job does not fit even without temporaries, or None where it does."""
+    if state_was_smaller(evidence, needs):
+        return None
     without = plan_with(evidence, optimizer_impl=OptimizerImpl.FUSED)
     if without is not None:
         if without.verdict is Verdict.FITS:

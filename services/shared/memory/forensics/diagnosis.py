@@ -38,6 +38,11 @@ class Cause(str, Enum):
     HOST_MEMORY = "host_memory"
     DRIVER_LIMIT = "driver_limit"
     OTHER_PROCESS = "other_process"
+    OWN_RANKS_ON_CARD = "own_ranks_on_card"
+    SHARED_MEMORY = "shared_memory"
+    SERVING_START_UP = "serving_start_up"
+    NOT_DEVICE_MEMORY = "not_device_memory"
+    PINNED_MEMORY = "pinned_memory"
     UNDECIDED = "undecided"
 
     __str__ = str.__str__

@@ -34,12 +34,13 @@ from services.shared.memory.hardware import DEVICES
 from services.shared.memory.oom_log.log_scanner import LogReading, read_log
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 from services.shared.memory.oom_log.message_parser import Message
-from services.shared.memory.oom_log.traceback_sites import Site, sites_in
+from services.shared.memory.oom_log.traceback_sites import Note, Site, sites_in
 from services.shared.memory.recipe import Optimizer, OptimizerImpl, Sharding
 
 # A stated number of parameters further than this from a published shape means another model.
 _SAME_MODEL = 0.12
 _MOST_LAYERS = 1000
+_LARGEST_DIMENSION = 10**8
 _ADAPTERS = re.compile(r"\bq?lora\b|\bpeft\b|adapters?\b|\bfrozen\b", re.IGNORECASE)
 _CLASSIFIER = re.compile(r"classif|\bheads?\b|backbone|teacher|student", re.IGNORECASE)
 
@@ -109,6 +110,11 @@ class Evidence:
         return self.strategy.offload or stated not in ("", "none", "false", "no")
 
     @property
+    def finished_steps(self) -> int:
+        """Number of steps known to have finished before the failure."""
+        return max((self.case.step or 1) - 1, self.log.completed_steps or 0)
+
+    @property
     def replicates(self) -> bool:
         """Whether the configuration puts the whole model on every rank."""
         unsharded = self.sharding is Sharding.NONE and self.framework is not None
@@ -117,7 +123,8 @@ class Evidence:
     @property
     def trains_adapters(self) -> bool:
         """Whether only small adapters are trained: the rest has no gradient and no state."""
-        return bool(_ADAPTERS.search(f"{self.case.free_text} {self.case.optimizer or ''}"))
+        stated = _ADAPTERS.search(f"{self.case.free_text} {self.case.optimizer or ''}")
+        return bool(stated) or Note.ADAPTERS in self.log.notes
 
     @property
     def shards_parameters(self) -> bool:
@@ -137,7 +144,7 @@ def gather_evidence(case: Case, log: LogReading | None = None) -> Evidence:
     """
     log = log or read_log(case.log)
     message = log.primary
-    precision = read_precision(case.precision or "")
+    precision = _precision(case, log)
     strategy = read_strategy("; ".join(t for t in (case.sharding_strategy, case.offload) if t))
     device, stated_memory = read_device(case.device or "")
     total = case.device_memory_bytes or stated_memory
@@ -162,6 +169,22 @@ def gather_evidence(case: Case, log: LogReading | None = None) -> Evidence:
     if evidence.num_parameters is None and evidence.shape:
         evidence = replace(evidence, num_parameters=evidence.shape.num_parameters)
     return replace(evidence, candidates=_candidates(evidence))
+
+
+def _precision(case: Case, log: LogReading) -> PrecisionSettings:
+    """Return the stated precision, with the quantisation that any text or the log names."""
+    stated = read_precision(case.precision or "")
+    if stated.bits is not None:
+        return stated
+    texts = (case.sharding_strategy, case.model_name, case.wrap_policy)
+    bits = read_precision("; ".join(text for text in texts if text)).bits
+    config = case.model.get("quantization_config")
+    if bits is None and config is not None:
+        bits = read_precision(str(config)[:2000].replace("_", " ")).bits
+    if bits is None:
+        notes = log.notes
+        bits = 4 if Note.FOUR_BIT in notes else 8 if Note.EIGHT_BIT in notes else None
+    return replace(stated, bits=bits)
 
 
 def _accounts(message: Message | None, total: int | None, device: str | None) -> Accounts:
@@ -245,6 +268,14 @@ def _shape_from_config(model: Mapping[str, Any], name: str | None) -> Shape | No
     return from_config(config, name=name or "model")
 
 
+def _dimension(case: Case, name: str) -> int | None:
+    value = case.model.get(name)
+    known = (
+        isinstance(value, int) and not isinstance(value, bool) and 0 < value < _LARGEST_DIMENSION
+    )
+    return value if known else None
+
+
 def _check_layers(count: Any) -> None:
     # A timeline has points for every layer, so an absurd number of layers would only take time.
     if isinstance(count, int) and count > _MOST_LAYERS:
@@ -261,7 +292,8 @@ def _candidates(evidence: Evidence) -> tuple[Candidate, ...]:
         micro_batch=case.micro_batch,
         sequence_length=case.sequence_length,
         zero=evidence.framework in (Framework.ZERO1, Framework.ZERO2, Framework.ZERO3),
-        vocab_size=vocabulary_in(case.model_name or ""),
+        vocab_size=_dimension(case, "vocab_size") or vocabulary_in(case.model_name or ""),
+        hidden_size=_dimension(case, "hidden_size"),
         num_parameters=evidence.num_parameters,
     )
     rounding = Rounding(backend, evidence.log.power2_divisions)

@@ -138,7 +138,7 @@ _HALF = r"bf16|bfloat16|fp16|float16|half|2 bytes"
 def read_precision(text: str) -> PrecisionSettings:
     """Parse text such as "fp32 parameters, fp16 compute" or "GPTQ int4"."""
     low = text.lower()
-    quantised = re.search(r"int4|nf4|4[\s-]?bit|gptq|awq|qlora", low)
+    quantised = re.search(r"int4|nf4|4[\s-]?bit|gptq|awq|qlora|mxfp4", low)
     eight = re.search(r"int8|8[\s-]?bit(?! adam)", low)
     mixed = bool(re.search(r"mixed|\bamp\b|autocast|fp32 (?:param|master|state)", low))
     parameters = None
@@ -180,7 +180,7 @@ def read_optimizer(text: str) -> tuple[Optimizer | None, OptimizerImpl | None]:
 
 _PHASES: tuple[tuple[FailurePhase, str], ...] = (
     (FailurePhase.SAVE, r"sav(?:e|ing)|export|resum|checkpointing to|state_dict|consolidat"),
-    (FailurePhase.OPTIMIZER_STEP, r"optimi[sz]er[\s_.]?step|optim\b|\bopt\b"),
+    (FailurePhase.OPTIMIZER_STEP, r"optimi[sz]er[\s_.]?(?:step|init|state)|optim\b|\bopt\b"),
     (FailurePhase.LOAD, r"load|from_pretrained|start(?:up|ing)|\binit"),
     (FailurePhase.WRAP, r"wrap|prepare|shard"),
     (FailurePhase.FORWARD, r"forward|\bloss\b"),

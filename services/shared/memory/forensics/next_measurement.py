@@ -20,6 +20,11 @@ def next_measurement(
     if len(computed) > 1:
         return _by_step(computed)
     message = evidence.message
+    if message is not None and message.format_id == "B1":
+        return (
+            "nvidia-smi of the card at the failure, and the free host memory: bitsandbytes uses "
+            "managed memory of both for paged optimizers and prints no size"
+        )
     if message is None or message.allocated is None or message.requested is None:
         return (
             "the whole message of the first rank that failed: bytes requested, allocated and "

@@ -43,7 +43,7 @@ def propose_remedies(
     evidence: Evidence, needs: Needs | None, cause: Cause, hypotheses: tuple[Hypothesis, ...]
 ) -> tuple[Remedy, ...]:
     """Return what to change, the fault itself first, with the peak per rank after each change."""
-    remedies = list(_direct_fixes(evidence, cause))
+    remedies = list(_direct_fixes(evidence, needs, cause))
     if needs is not None and cause is Cause.HOST_MEMORY:
         remedies += _host_remedies(evidence, needs)
     if fixed_by_smaller_recipe(cause, device=evidence.device):
@@ -61,9 +61,9 @@ def _unplanned(change: str, costs: str) -> Remedy:
     return Remedy(change, None, Verdict.UNKNOWN, costs)
 
 
-def _direct_fixes(evidence: Evidence, cause: Cause) -> list[Remedy]:
+def _direct_fixes(evidence: Evidence, needs: Needs | None, cause: Cause) -> list[Remedy]:
     if cause is Cause.NOT_SHARDED:
-        return [_enable_sharding(evidence)]
+        return [_enable_sharding(evidence, needs)]
     fault = _DIRECT_FIXES.get(cause)
     return [_unplanned(*fault)] if fault else []
 
@@ -106,6 +106,30 @@ _DIRECT_FIXES: dict[Cause, tuple[str, str]] = {
         "a chunked or fused loss, activation checkpointing, fused attention, shorter texts",
         "chunking costs a few percent of time; checkpointing about a third",
     ),
+    Cause.OWN_RANKS_ON_CARD: (
+        "torch.cuda.set_device(local_rank) before the first collective or tensor, or one visible "
+        "device a rank (CUDA_VISIBLE_DEVICES)",
+        "none",
+    ),
+    Cause.SHARED_MEMORY: (
+        "docker run --shm-size=16g (compose: shm_size: 16gb; Kubernetes: an emptyDir of medium "
+        "Memory at /dev/shm), or num_workers=0",
+        "pages of /dev/shm count as host memory",
+    ),
+    Cause.SERVING_START_UP: (
+        "vLLM: --gpu-memory-utilization 0.95 --max-model-len 8192; SGLang: --mem-fraction-static "
+        "0.9; or more cards by --tensor-parallel-size",
+        "shorter or fewer concurrent requests",
+    ),
+    Cause.NOT_DEVICE_MEMORY: (
+        "smaller blocks or fewer num_stages of the kernel, or a version tuned for this card",
+        "the kernel may be slower; the card's memory does not matter",
+    ),
+    Cause.PINNED_MEMORY: (
+        'ulimit -l unlimited (docker: --ulimit memlock=-1); DeepSpeed: "pin_memory": false in '
+        "offload_optimizer and offload_param",
+        "transfers from pageable memory are slower",
+    ),
     Cause.OPTIMIZER_TEMPORARIES: (
         "the fused optimizer, or foreach=False",
         "none for fused; the loop over parameters is slower",
@@ -113,24 +137,30 @@ _DIRECT_FIXES: dict[Cause, tuple[str, str]] = {
 }
 
 
-def _enable_sharding(evidence: Evidence) -> Remedy:
+def _enable_sharding(evidence: Evidence, needs: Needs | None) -> Remedy:
     planned = plan_with(evidence, engine=Engine.FSDP2, sharding=Sharding.FULL)
     return Remedy(
-        change=_sharding_change(evidence),
+        change=_sharding_change(evidence, needs),
         predicted_peak_bytes=planned.peak_bytes if planned else None,
         verdict=planned.verdict if planned else Verdict.UNKNOWN,
         costs="none: it is what was intended; layers are gathered as they are needed",
     )
 
 
-def _sharding_change(evidence: Evidence) -> str:
+def _share_of_weights(evidence: Evidence, needs: Needs | None) -> str:
+    if needs is None or not needs.sharded_weights_bytes or (evidence.ranks or 1) < 2:
+        return ""
+    return f": {format_size(needs.sharded_weights_bytes)} of weights a rank"
+
+
+def _sharding_change(evidence: Evidence, needs: Needs | None) -> str:
     framework = evidence.framework
     if evidence.precision.full_eval:
         return "switch bf16_full_eval off: it moves the whole model to the card before wrapping"
     if framework is Framework.ZERO3:
         return (
             "make zero.Init active: create the DeepSpeed configuration before from_pretrained, "
-            "with stage 3"
+            f"with stage 3{_share_of_weights(evidence, needs)}"
         )
     if framework in (Framework.ZERO1, Framework.ZERO2):
         return "ZeRO stage 3 (or FSDP): the stages below never divide the parameters"
@@ -148,7 +178,18 @@ def _sharding_change(evidence: Evidence) -> str:
 
 def _host_remedies(evidence: Evidence, needs: Needs) -> list[Remedy]:
     remedies = []
-    if evidence.offloads and needs.host_bytes:
+    host = evidence.case.host_memory_bytes
+    if evidence.offloads and needs.host_bytes and host and host > needs.host_bytes:
+        remedies.append(
+            _unplanned(
+                f"find what else is in host memory: offloading takes {format_size(needs.host_bytes)} "
+                f"of {format_size(host)}; look at data loaders (num_workers), copies of the "
+                "checkpoint by every rank, the container's own limit (docker --memory, cgroup "
+                "memory.max), other jobs",
+                "none",
+            )
+        )
+    elif evidence.offloads and needs.host_bytes:
         remedies.append(
             _unplanned(
                 f"give the host {format_size(needs.host_bytes)}, or do not offload",

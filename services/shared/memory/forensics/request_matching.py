@@ -143,6 +143,7 @@ class Workload:
     zero: bool = False
     vocab_size: int | None = None  # where no shape is known
     num_parameters: int | None = None
+    hidden_size: int | None = None  # where no shape is known
 
 
 def match_request(
@@ -218,6 +219,10 @@ def _buffers(shape: Shape | None, workload: Workload) -> Iterable[tuple[Role, st
     if shape is None:
         if workload.num_parameters:
             yield Role.MODEL, "all parameters in one buffer", workload.num_parameters
+        if workload.vocab_size and workload.hidden_size:
+            table = workload.vocab_size * workload.hidden_size
+            yield Role.EMBEDDING, "embedding or output projection weight", table
+            yield Role.EMBEDDING, "embedding and output projection together", 2 * table
         return
     yield Role.MODEL, "all parameters in one buffer", shape.num_parameters
     for elements in sorted({layer.elements for layer in shape.layers}):

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.shared.memory.forensics import rules_from_byte_counts, rules_from_signals
+from services.shared.memory.forensics import (
+    rules_from_byte_counts,
+    rules_from_signals,
+    rules_from_texts,
+)
 from services.shared.memory.forensics.diagnosis import Hypothesis
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.state_size import Needs
@@ -31,7 +35,12 @@ def _ignoring_needs(rule: Callable[[Evidence], Hypothesis | None]) -> Rule:
 _RULES: tuple[Rule, ...] = (
     rules_from_byte_counts.probe_found_unsharded,
     _ignoring_needs(rules_from_signals.probe_found_single_unit),
+    _ignoring_needs(rules_from_texts.named_component),
     rules_from_byte_counts.host_out_of_memory,
+    _ignoring_needs(rules_from_texts.own_ranks_on_card),
+    _ignoring_needs(rules_from_texts.mps_watermark),
+    _ignoring_needs(rules_from_texts.single_block_limit),
+    _ignoring_needs(rules_from_texts.larger_than_the_device),
     _ignoring_needs(rules_from_signals.driver_refusal),
     _ignoring_needs(rules_from_signals.outside_allocator),
     _ignoring_needs(rules_from_signals.device_mostly_foreign),

@@ -15,9 +15,11 @@ from services.shared.memory.forensics.diagnosis import (
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase, Framework
 from services.shared.memory.forensics.request_matching import Match
+from services.shared.memory.forensics.rules_from_texts import kill_strength
 from services.shared.memory.forensics.sharding_verdict import judge_sharding
 from services.shared.memory.forensics.state_size import Needs
 from services.shared.memory.oom_log.message_formats import MessageKind
+from services.shared.memory.oom_log.message_parser import excerpt
 from services.shared.memory.oom_log.traceback_sites import Note
 from services.shared.memory.sizes import format_size
 
@@ -59,23 +61,23 @@ def host_out_of_memory(evidence: Evidence, needs: Needs | None) -> Hypothesis | 
     if needs and needs.host_bytes:
         have = f" of {format_size(case.host_memory_bytes)}" if case.host_memory_bytes else ""
         reasons.append(f"offloading takes {format_size(needs.host_bytes)}{have} of host memory")
-    if message is None:
-        if case.exit_code not in _KILL_CODES:
+    if message is None or message.kind is MessageKind.TIME_LIMIT:
+        if message is not None or case.exit_code not in _KILL_CODES:
             return None
         reasons.insert(
             0, f"exit code {case.exit_code}: killed from outside, without a message of torch"
         )
         return likely(Cause.HOST_MEMORY, "the host ran out of memory", *reasons)
     if message.kind is MessageKind.HOST_ALLOCATOR:
-        text = f"the host's own allocator refused: {message.text[:120]}"
+        text = f"the host's own allocator refused: {excerpt(message.text, 0, 120)}"
         # torch's own allocator prints the bytes; other texts may mean another resource.
         make = certain if message.requested else likely
         return make(Cause.HOST_MEMORY, "a host allocation failed", text, *reasons)
     if message.kind is MessageKind.KILLED:
-        text = f"a process was killed from outside: {message.text[:120]}"
-        counted = any(word in message.text for word in ("oom_kill", "oom-kill", "OOMKilled"))
-        strength = Strength.CERTAIN if counted else Strength.LIKELY
-        what = "the kernel killed a rank for host memory"
+        text = f"a process was killed from outside: {excerpt(message.text, 0, 120)}"
+        strength = kill_strength(evidence)
+        reasons += _copies(evidence, needs)
+        what = "the host ran out of memory and a process was killed"
         return Hypothesis(Cause.HOST_MEMORY, what, strength, reasons=(text, *reasons))
     return None
 
@@ -85,10 +87,7 @@ def host_memory_while_loading(evidence: Evidence, needs: Needs | None) -> Hypoth
     if evidence.message is not None or evidence.phase is not FailurePhase.LOAD:
         return None
     what = "host copies of the checkpoint while loading"
-    copies = ""
-    if needs and evidence.ranks:
-        total = needs.whole_weights_bytes * evidence.ranks
-        copies = f"a copy for each of {evidence.ranks} ranks takes {format_size(total)}"
+    copies = "; ".join(_copies(evidence, needs))
     if evidence.strategy.efficient_loading:
         text = "the checkpoint was to be read into host memory by rank 0 alone"
         return likely(Cause.HOST_MEMORY, what, *filter(None, (text, copies)))
@@ -100,6 +99,14 @@ def host_memory_while_loading(evidence: Evidence, needs: Needs | None) -> Hypoth
         text = "even the whole model in 2 bytes fits a card, so the failure while loading is on the host"
         return likely(Cause.HOST_MEMORY, what, *filter(None, (text, copies)))
     return None
+
+
+def _copies(evidence: Evidence, needs: Needs | None) -> list[str]:
+    """Return what copies of the weights on every rank of the host take while loading."""
+    if not needs or not evidence.ranks or evidence.phase is not FailurePhase.LOAD:
+        return []
+    total = needs.whole_weights_bytes * evidence.ranks
+    return [f"a copy for each of {evidence.ranks} ranks takes {format_size(total)}"]
 
 
 def _whole_weights_fit(evidence: Evidence, needs: Needs | None) -> bool | None:

@@ -9,6 +9,7 @@ from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase
 from services.shared.memory.forensics.request_matching import Match, Role
 from services.shared.memory.oom_log.message_formats import MessageKind
+from services.shared.memory.oom_log.message_parser import excerpt
 from services.shared.memory.oom_log.traceback_sites import Note, Site
 from services.shared.memory.recipe import Precision
 from services.shared.memory.sizes import GIB, format_size
@@ -37,14 +38,11 @@ def driver_refusal(evidence: Evidence) -> Hypothesis | None:
     message = evidence.message
     if message is None:
         return None
-    if message.kind is MessageKind.PINNED_HOST:
-        text = "locked host memory was refused, though the text names the card"
-        return likely(Cause.DRIVER_LIMIT, "pinned host memory or its limit", text)
     if message.kind is MessageKind.DRIVER:
-        text = f"the driver refused below torch's allocator: {message.text[:100]}"
+        text = f"the driver refused below torch's allocator: {excerpt(message.text, 0, 100)}"
         if evidence.offloads:
             more = "with offloading such a message usually means pinned host memory, not the card"
-            return likely(Cause.DRIVER_LIMIT, "pinned host memory or its limit", text, more)
+            return likely(Cause.PINNED_MEMORY, "pinned host memory or its limit", text, more)
         if message.format_id in ("X3", "P4"):
             return likely(Cause.DRIVER_LIMIT, "a driver-level limit", text)
         return possible(Cause.DRIVER_LIMIT, "a driver-level limit", text)
@@ -66,7 +64,7 @@ def outside_allocator(evidence: Evidence) -> Hypothesis | None:
     """Match memory that collectives use outside of torch's allocator."""
     message = evidence.message
     if message is not None and message.kind is MessageKind.COLLECTIVE:
-        text = f"a collective or library could not allocate: {message.text[:100]}"
+        text = f"a collective or library could not allocate: {excerpt(message.text, 0, 100)}"
         return likely(Cause.OUTSIDE_ALLOCATOR, "buffers outside torch's allocator", text)
     if evidence.strategy.integer_reshard:
         text = (
@@ -171,6 +169,8 @@ def activations(evidence: Evidence) -> Hypothesis | None:
     requested, total = evidence.accounts.requested_bytes, evidence.card_bytes
     if requested is None or evidence.phase in (FailurePhase.LOAD, FailurePhase.WRAP):
         return None
+    if evidence.message is not None and evidence.message.format_id == "X4":
+        return None  # refused for being one block, whatever it is
     weights = [c for c in evidence.candidates if c.role not in _ACTIVATIONS]
     mine = [c for c in evidence.candidates if c.role in _ACTIVATIONS]
     reasons = [f"it may be {c.what} in {c.dtype}: {format_size(c.size_bytes)}" for c in mine[:1]]
@@ -240,13 +240,14 @@ def fragmentation(evidence: Evidence) -> Hypothesis | None:
         not cached
         or not requested
         or not total
-        or cached < requested
+        or cached + (accounts.free_bytes or 0) < requested
         or not accounts.fits_if_defragmented
     ):
         return None
     text = (
-        f"{format_size(cached)} are free inside the allocator, more than the "
-        f"{format_size(requested)} requested, and packed together everything would fit"
+        f"{format_size(cached)} are free inside the allocator and "
+        f"{format_size(accounts.free_bytes or 0)} on the card, together more than the "
+        f"{format_size(requested)} requested: packed together everything would fit"
     )
     make = likely if cached >= _FRAGMENTED_SHARE * total else possible
     return make(Cause.FRAGMENTATION, "no single free block is large enough", text)

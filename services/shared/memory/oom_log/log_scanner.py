@@ -13,6 +13,7 @@ from typing import IO
 
 from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.oom_log.message_parser import Message, read_message
+from services.shared.memory.oom_log.other_formats import OTHER_FORMATS
 from services.shared.memory.oom_log.traceback_sites import (
     NOTE_WORDS,
     Note,
@@ -34,46 +35,17 @@ _MOST_TRACEBACKS = 8
 _SAME_MESSAGE = 160  # two trigger words nearer than this belong to one message
 
 # Every text of the catalogue contains at least one of these, unbroken by a line end.
-_TRIGGERS = (
+_ALLOCATOR_TRIGGERS = (
     "of memory",
     "ut of\n",
     "ut of\r",
     "-of-memory",
     "OOM",
-    "DefaultCPUAllocator",
-    "PT_DEVMEM",
-    "HostAlloc",
-    "hipHostMalloc",
-    "cudaHostRegister",
-    "pin_memory",
-    "CUDACachingAllocator.cpp",
-    "calloc",
-    "Failed to CUDA",
-    "Failed to HIP",
-    "_STATUS_ALLOC_FAILED",
-    "rocblas_status_memory",
-    "_ERROR_OUT_OF_",
-    "ERR00100",
-    "EL0004",
-    "cudaErrorMemoryAllocation",
-    "hipErrorOutOfMemory",
-    "DataLoader worker",
-    "MemoryError",
-    "bad_alloc",
-    "running low on memory",
-    "GB / ",
     "OutOfMemory",
-    "Killed",
-    "signal 9",
-    "allocate memory",
-    "shared memory",
-    "exit status",
-    "returncode",
-    "exitcode",
-    "exit code",
-    "return code",
-    "SIGKILL",
-    "oom",
+    "ried to allocate",
+)
+_TRIGGERS = tuple(
+    dict.fromkeys((*_ALLOCATOR_TRIGGERS, *(t for f in OTHER_FORMATS for t in f.triggers)))
 )
 _WITH_ACCOUNTS = (MessageKind.ALLOCATOR, MessageKind.PROSE)
 _SECONDARY_KINDS = (MessageKind.KILLED, MessageKind.CORRUPT_SIZE, MessageKind.COLLECTIVE)
@@ -92,6 +64,7 @@ class LogReading:
     cloned_tensor: str | None = None
     power2_divisions: int | None = None
     engine: str | None = None  # the framework whose code the traceback runs through
+    lines: int = 0  # of the whole log
 
     @property
     def primary(self) -> Message | None:
@@ -107,15 +80,16 @@ def read_log(source: str | bytes | IO[str] | IO[bytes]) -> LogReading:
     rest of the log is only searched for such words.
     """
     reader = _Reader()
-    kept, searched = "", 0
+    kept, searched, line_ends, last = "", 0, 0, "\n"
     for block in _blocks(source):
+        line_ends, last = line_ends + block.count("\n"), block[-1:] or last
         kept += block
         limit = max(searched, len(kept) - _AFTER)
         reader.search(kept, searched, limit)
         start = max(0, limit - _BEFORE)
         kept, searched = kept[start:], limit - start
     reader.search(kept, searched, len(kept))
-    return reader.finish(kept)
+    return replace(reader.finish(kept), lines=line_ends + (last != "\n"))
 
 
 def _blocks(source: str | bytes | IO[str] | IO[bytes]) -> Iterator[str]:

@@ -36,9 +36,13 @@ class MessageKind(str, Enum):
     DRIVER = "driver"  # refused by the driver; no accounts
     MASKED = "masked"  # an NVML assertion raised while an OOM was being reported
     COLLECTIVE = "collective"  # NCCL, RCCL, HCCL buffers or a library handle
-    HOST_ALLOCATOR = "host_allocator"  # torch's CPU allocator: exact bytes
+    HOST_ALLOCATOR = "host_allocator"  # a host allocation was refused; torch prints exact bytes
     PINNED_HOST = "pinned_host"  # locked host memory, though the text says CUDA
     KILLED = "killed"  # SIGKILL, cgroup, Slurm, Ray
+    SHARED_MEMORY = "shared_memory"  # /dev/shm, as containers limit it
+    ON_CHIP = "on_chip"  # shared memory or registers of one multiprocessor
+    SERVING = "serving"  # an inference server's check of its memory at start-up
+    TIME_LIMIT = "time_limit"  # the scheduler ended the job for its run time
     PROSE = "prose"  # a person's sentence with the numbers
 
     __str__ = str.__str__
@@ -56,7 +60,14 @@ HEAD = re.compile(
     rf"|NPUWorkspaceAllocator tried to allocate (?P<workspace>{SIZE}))",
     re.ASCII,
 )
-DEVICE_INDEX = re.compile(rf"(?:{DEVICES}) ([0-9]{{1,4}})(?:;| has a total)", re.ASCII)
+# The same accounts without the words "out of memory": a cut head, and Intel's limit of one block.
+NUMBERS_ONLY = re.compile(
+    rf"(?P<block_limit>can NOT allocate memory block with size larger than .{{1,9}}! )?"
+    rf"Tried to allocate (?P<tried>{SIZE})\.?\s?\(?(?P<device>{DEVICES})\s{{1,4}}[0-9]{{1,4}}"
+    r"(?:;| has a total)",
+    re.ASCII,
+)
+DEVICE_INDEX = re.compile(rf"(?:{DEVICES})\s{{1,4}}([0-9]{{1,4}})(?:;| has a total)", re.ASCII)
 OTHER_PROCESS = re.compile(rf"Process [0-9]{{1,12}} has ({SIZE}) memory in use", re.ASCII)
 
 
@@ -91,113 +102,6 @@ MPS_HEAD = re.compile(
 MPS_ALLOCATED = _size_between(r"(?:MPS allocated|currently allocated): ")
 MPS_OTHER = _size_between("other allocations: ")
 MPS_ALLOWED = _size_between("max allowed: ")
-
-_BYTES = r"(?P<tried>[0-9]{1,18})"
-# (expression, catalogue id, kind, backend); the first that matches wins.
-OTHER_FORMATS = tuple(
-    (re.compile(expression, re.ASCII), format_id, kind, backend)
-    for expression, format_id, kind, backend in (
-        (
-            r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory): "
-            rf"you tried to allocate {_BYTES} bytes",
-            "H3",
-            MessageKind.HOST_ALLOCATOR,
-            Backend.HOST,
-        ),
-        (
-            rf"MODULE:PT_DEVMEM Allocation failed for size::{_BYTES}",
-            "G1",
-            MessageKind.ALLOCATOR,
-            Backend.HPU,
-        ),
-        (
-            r"cudaHostAlloc|hipHostMalloc|cudaHostRegister|CachingHostAllocator"
-            r"|\bpin_memory\b.{0,80}out of memory",
-            "F-bare",
-            MessageKind.PINNED_HOST,
-            Backend.HOST,
-        ),
-        (
-            r"INTERNAL ASSERT FAILED at .{0,200}CUDACachingAllocator\.cpp",
-            "F-nvml",
-            MessageKind.MASKED,
-            Backend.CUDA,
-        ),
-        (
-            rf"Failed to (?:CUDA|HIP|Cuda|Hip) (?:host )?[mc]alloc\w{{0,8}} {_BYTES} bytes",
-            "N2",
-            MessageKind.COLLECTIVE,
-            Backend.UNKNOWN,
-        ),
-        (
-            r"(?:NCCL|RCCL|HCCL) WARN .{0,40}out of memory"
-            r"|CU\w{0,6}_STATUS_ALLOC_FAILED|HIP\w{0,6}_STATUS_ALLOC_FAILED"
-            r"|rocblas_status_memory_error",
-            "N1",
-            MessageKind.COLLECTIVE,
-            Backend.UNKNOWN,
-        ),
-        (
-            r"(?:UR|ZE|PI)_(?:RESULT_)?ERROR_OUT_OF_(?:RESOURCES|DEVICE_MEMORY|HOST_MEMORY)",
-            "X3",
-            MessageKind.DRIVER,
-            Backend.XPU,
-        ),
-        (
-            r"\bERR00100\b|\bEL0004\b|Failed to allocate memory",
-            "P4",
-            MessageKind.DRIVER,
-            Backend.NPU,
-        ),
-        (r"CUDA driver error: out of memory", "F-driver", MessageKind.DRIVER, Backend.CUDA),
-        (
-            r"would exceed allowed memory\. \(out of memory\)",
-            "F-async",
-            MessageKind.DRIVER,
-            Backend.CUDA,
-        ),
-        (
-            r"CUDA error: out of memory|cudaErrorMemoryAllocation",
-            "F-bare",
-            MessageKind.DRIVER,
-            Backend.CUDA,
-        ),
-        (
-            r"HIP (?:driver )?error: out of memory|hipErrorOutOfMemory",
-            "R-bare",
-            MessageKind.DRIVER,
-            Backend.HIP,
-        ),
-        (
-            r"DataLoader worker \(pid.{0,20}\) is killed by signal: (?:Killed|Bus error)"
-            r"|insufficient shared memory",
-            "H2",
-            MessageKind.KILLED,
-            Backend.HOST,
-        ),
-        (
-            r"Cannot allocate memory|\bMemoryError\b|std::bad_alloc",
-            "H4",
-            MessageKind.HOST_ALLOCATOR,
-            Backend.HOST,
-        ),
-        (
-            r"[Tt]asks? w\w{2,3} killed due to the node running low on memory"
-            r"|[0-9.]{1,12}GB / [0-9.]{1,12}GB \([0-9.]{1,8}%?\)",
-            "H5",
-            MessageKind.KILLED,
-            Backend.HOST,
-        ),
-        (
-            r"exit ?(?:codes?|status)\s*[:=]?\s*(?:-9|137)\b|return ?code\s*[:=]?\s*-9\b"
-            r"|(?<!via )(?<!via Signals\.)SIGKILL|\bsignal 9\b|OOMKilled|[Oo][Oo][Mm][ _-]?[Kk]ill"
-            r"|[Oo]ut of memory: Kill|(?:^|[0-9:]\s+)Killed\b",
-            "H1",
-            MessageKind.KILLED,
-            Backend.HOST,
-        ),
-    )
-)
 
 PROSE_OUT = re.compile(
     r"\b(?:(?P<backend>CUDA|HIP|NPU|XPU|MPS) )?(?:out[- ]of[- ]memory|OOM)\b",

@@ -16,7 +16,7 @@ from services.shared.memory.oom_log.message_formats import (
     MPS_ALLOWED,
     MPS_HEAD,
     MPS_OTHER,
-    OTHER_FORMATS,
+    NUMBERS_ONLY,
     OTHER_PROCESS,
     PROSE_ALLOCATED,
     PROSE_OUT,
@@ -24,13 +24,15 @@ from services.shared.memory.oom_log.message_formats import (
     Backend,
     MessageKind,
 )
+from services.shared.memory.oom_log.other_formats import OTHER_FORMATS, TextFormat
 from services.shared.memory.sizes import GIB, KIB, MIB, TIB
 
 # torch prints "GB" in MPS's older messages and people write it everywhere: all of them divide by
 # powers of 1024 (c10 format_size, MPSAllocator.mm format_size, Ray's memory monitor).
 _UNIT_BYTES = {"bytes": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB}
+_UNIT_BYTES |= {"p": TIB << 10, "e": TIB << 20}
 _SIZE_PARTS = re.compile(
-    r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s?(bytes|[KMGT](?=i?B))i?B?", re.ASCII | re.IGNORECASE
+    r"([0-9]{1,15}(?:\.[0-9]{0,6})?)\s?(bytes|[KMGTPE](?=i?B))i?B?", re.ASCII | re.IGNORECASE
 )
 # The longest message of the catalogue is 900 characters without process sentences.
 _LONGEST_MESSAGE = 2500
@@ -106,16 +108,73 @@ def read_message(text: str) -> Message | None:
         return _read_allocator(flat, head)
     if mps:
         return _read_mps(mps)
-    for expression, format_id, kind, backend in OTHER_FORMATS:
-        found = expression.search(flat)
-        if found is None:
-            continue
-        tried = found.groupdict().get("tried")
-        requested = PrintedSize(int(tried), 0) if tried else None
-        start = max(0, found.start() - 60)
-        text = flat[start : start + _EXCERPT]
-        return Message(format_id, kind, backend, requested, text=text)
+    for text_format in OTHER_FORMATS:
+        found = text_format.expression.search(flat)
+        if found is not None:
+            return _read_text_format(flat, found, text_format)
+    numbers = NUMBERS_ONLY.search(flat)
+    if numbers:
+        return _read_numbers_only(flat, numbers)
     return _read_prose(flat) or _read_bare(flat)
+
+
+def _read_text_format(flat: str, found: re.Match[str], text_format: TextFormat) -> Message:
+    groups = found.groupdict()
+    resident = groups.get("resident_kib")
+    requested = PrintedSize(int(groups["tried"]), 0) if groups.get("tried") else None
+    if groups.get("size"):
+        requested = read_printed_size(groups["size"])
+    return Message(
+        format_id=text_format.format_id,
+        kind=text_format.kind,
+        backend=text_format.backend,
+        requested=_gibibytes(groups.get("wanted_gib")) or requested,
+        total=_gibibytes(groups.get("total_gib")),
+        free=_gibibytes(groups.get("free_gib")),
+        process=PrintedSize(int(resident) * KIB, KIB) if resident else None,
+        text=excerpt(flat, found.start() - 60),
+    )
+
+
+def _gibibytes(number: str | None) -> PrintedSize | None:
+    return read_printed_size(f"{number} GiB") if number else None
+
+
+def excerpt(flat: str, start: int, length: int = _EXCERPT) -> str:
+    """Return about `length` characters of `flat` from `start`, cut between words."""
+    start = max(0, start)
+    if start > 0 and flat[start - 1] != " ":
+        space = flat.find(" ", start, start + 60)
+        start = space + 1 if space >= 0 else start
+    text = flat[start : start + length]
+    if start + length < len(flat) and flat[start + length] != " ":
+        text = text.rpartition(" ")[0] or text
+    return text.strip()
+
+
+def _read_numbers_only(flat: str, found: re.Match[str]) -> Message:
+    """Read the accounts of a message whose head was cut, or is Intel's limit of one block."""
+    body = flat[found.start() : found.start() + _LONGEST_MESSAGE]
+    sizes = {name: _first_size(body, expressions) for name, expressions in FIELDS.items()}
+    index = DEVICE_INDEX.search(body)
+    limited = found["block_limit"] is not None
+    return Message(
+        format_id="X4" if limited else "cut",
+        kind=MessageKind.ALLOCATOR,
+        backend=Backend.XPU if limited else _backend(found["device"]),
+        requested=read_printed_size(found["tried"]),
+        total=sizes["total"],
+        allocated=sizes["allocated"],
+        reserved=sizes["reserved"],
+        unallocated=sizes["unallocated"],
+        free=sizes["free"],
+        process=sizes["process"],
+        others=tuple(read_printed_size(m[1]) for m in OTHER_PROCESS.finditer(body)),
+        allowed=sizes["allowed"],
+        active=sizes["active"],
+        device_index=int(index[1]) if index else None,
+        text=excerpt(body, 0),
+    )
 
 
 def _read_allocator(flat: str, head: re.Match[str]) -> Message:
@@ -149,7 +208,7 @@ def _read_allocator(flat: str, head: re.Match[str]) -> Message:
         private_pools=sizes["private_pools"],
         active=sizes["active"],
         device_index=int(index[1]) if index else None,
-        text=body[:_EXCERPT],
+        text=excerpt(body, 0),
     )
 
 
@@ -233,7 +292,7 @@ def _read_mps(found: re.Match[str]) -> Message:
         allocated=_first_size(accounts, (MPS_ALLOCATED,)),
         others=(other,) if other else (),
         allowed=_first_size(accounts, (MPS_ALLOWED,)),
-        text=found[0][:_EXCERPT],
+        text=excerpt(found[0], 0),
     )
 
 
@@ -253,7 +312,7 @@ def _read_prose(flat: str) -> Message | None:
         backend=_backend(out["backend"]),
         requested=read_printed_size(requested[1] or requested[2]) if requested else None,
         allocated=read_printed_size(allocated[1] or allocated[2]) if allocated else None,
-        text=nearby[:_EXCERPT],
+        text=excerpt(nearby, 0),
     )
 
 
@@ -262,10 +321,9 @@ def _read_bare(flat: str) -> Message | None:
     found = BARE_OUT.search(flat)
     if found is None:
         return None
-    start = max(0, found.start() - 60)
     return Message(
         format_id="unquoted",
         kind=MessageKind.PROSE,
         backend=_backend(found["backend"]),
-        text=flat[start : start + _EXCERPT],
+        text=excerpt(flat, found.start() - 60),
     )

@@ -36,6 +36,9 @@ class Note(str, Enum):
     DATA_PARALLEL = "the run is data parallel without sharding"
     CACHE_FLUSHES = "the allocator had to flush its cache under pressure"
     CLONE_FAILED = "cloning a tensor of the state dict failed"
+    FOUR_BIT = "the weights are quantised to 4 bits"
+    EIGHT_BIT = "the weights are quantised to 8 bits"
+    ADAPTERS = "only adapters are trained"
     COLLECTIVE_TIMEOUT = "a collective timed out, as it does when another rank has died"
 
     __str__ = str.__str__
@@ -100,6 +103,16 @@ _NOTES: tuple[tuple[Note, str], ...] = (
     (Note.CACHE_FLUSHES, r"pytorch allocator cache flushes since last step"),
     (Note.CLONE_FAILED, r"Failed to clone\(\) tensor with name"),
     (
+        Note.FOUR_BIT,
+        r"load_in_4bit['\"]?\s?[=:]\s?[Tt]rue|bnb_4bit_|Linear4bit|quantization_bit: 4",
+    ),
+    (Note.EIGHT_BIT, r"load_in_8bit['\"]?\s?[=:]\s?[Tt]rue|Linear8bitLt"),
+    (
+        Note.ADAPTERS,
+        r"LoraConfig|PeftModel|peft/tuners/|lora_A\b|finetuning_type['\"]?\s?[=:]?\s?lora"
+        r"|trainable params: [0-9,]{1,20} \|\|",
+    ),
+    (
         Note.COLLECTIVE_TIMEOUT,
         r"caught collective operation timeout|Timed out waiting .{0,80}collective"
         r"|communicator was aborted",
@@ -116,6 +129,15 @@ NOTE_WORDS = (
     "MULTI_GPU",
     "cache flushes",
     "Failed to clone()",
+    "4bit",
+    "8bit",
+    "quantization_bit",
+    "LoraConfig",
+    "PeftModel",
+    "peft/tuners",
+    "lora_A",
+    "finetuning_type",
+    "trainable params",
     "ollective",
     "communicator was aborted",
     "roundup_power2_divisions",
