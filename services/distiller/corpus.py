@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from services.shared.datasets.card import Head, Split
-from services.shared.datasets.ingest import read_card
 from services.shared.datasets.split import text_key
+from services.shared.datasets.stored_card import read_card
 from services.shared.model.metrics import MISSING, Array, labelled_mask
 from services.shared.model.tokens import Rows, read_rows
 

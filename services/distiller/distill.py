@@ -18,7 +18,7 @@ from services.distiller.signal_file import hash_teacher
 from services.distiller.signals import open_signals, signal_mode
 from services.distiller.student import load_student, plan_student, teacher_tokenizer
 from services.distiller.teacher import place_teacher, planned_placement, read_teacher
-from services.shared.datasets.ingest import read_card
+from services.shared.datasets.stored_card import read_card
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput, write_json
 from services.shared.jobs.spec import DistillSpec
 from services.shared.jobs.state import Phase, Reason
@@ -26,7 +26,7 @@ from services.shared.model.batches import Step, plan_epoch
 from services.shared.model.tokens import collate, select_heads
 from services.shared.training.checkpoint import loop_state
 from services.shared.training.evaluation import evaluate, predict_split
-from services.shared.training.job_setup import resolved_recipe, shard_model
+from services.shared.training.job_setup import resolved_recipe, shard_model, verify_models
 from services.shared.training.memory_probe import MemoryProbe
 from services.shared.training.optim.optimizer import build_optimizer, learning_rate
 from services.shared.training.process import (
@@ -55,6 +55,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     with probe.phase("load"):
         with fail_with(Reason.BAD_DATA):
             heads = select_heads(read_card(task.dataset_dir), task.spec.heads)
+        verify_models(task, world)
         files = read_teacher(task.teacher_dir, heads, max_length=training.max_length)
         init = plan_student(run, task, files, world)
         with fail_with(Reason.BAD_DATA):

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from services.distiller.corpus import Corpus, add_unlabelled, read_corpus
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
-from services.shared.datasets.ingest import read_card
+from services.shared.datasets.stored_card import read_card
 from services.shared.jobs.run_directory import RunInput
 from services.shared.model.metrics import Array
 from services.shared.model.tokens import TokenisedSplit, tokenise

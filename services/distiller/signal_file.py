@@ -1,7 +1,7 @@
 """The cache of a teacher's outputs between jobs, and its invalidation.
 
 One safetensors file per teacher and corpus: the file name identifies both, the hashes in its header tell
-whether the outputs are still valid.
+whether the outputs are still valid, and a checksum whether they are as written.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -66,8 +67,11 @@ class SignalFile:
             with safe_open(self.path, framework="pt") as file:
                 cached = SignalIdentity.model_validate_json((file.metadata() or {})["identity"])
                 difference = _difference(cached, self.identity)
+                outputs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                if difference is None and (file.metadata() or {})["sha256"] != _sha256(outputs):
+                    difference = "it is damaged: its content does not match its checksum"
                 if difference is None:
-                    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    return outputs
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             difference = f"it cannot be read ({error})"
         log.warning("Ignoring the cached teacher outputs in %s: %s.", self.path, difference)
@@ -76,7 +80,8 @@ class SignalFile:
     def write(self, outputs: dict[str, Tensor]) -> None:
         """Write the outputs, rows of NaN for those not computed yet. Raises OSError."""
         with atomic_write(self.path) as temporary:
-            save_file(outputs, temporary, metadata={"identity": self.identity.model_dump_json()})
+            metadata = {"identity": self.identity.model_dump_json(), "sha256": _sha256(outputs)}
+            save_file(outputs, temporary, metadata=metadata)
 
 
 def hash_teacher(directory: Path) -> TeacherHashes:
@@ -117,6 +122,15 @@ def signal_file(
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     dataset = corpus.sources[0].name.replace("/", "-")
     return SignalFile(cache_dir / f"{dataset}-{name}.safetensors", identity)
+
+
+def _sha256(outputs: Mapping[str, Tensor]) -> str:
+    """Return a hash of the names, types, shapes and values of cached outputs."""
+    digest = hashlib.sha256()
+    for name, values in sorted(outputs.items()):
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _difference(cached: SignalIdentity, current: SignalIdentity) -> str | None:

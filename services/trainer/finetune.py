@@ -18,7 +18,7 @@ from services.shared.model.objective import balanced_weights, combined_loss, lab
 from services.shared.model.tokens import collate
 from services.shared.training.checkpoint import loop_state
 from services.shared.training.evaluation import evaluate, predict_split
-from services.shared.training.job_setup import resolved_recipe, shard_model
+from services.shared.training.job_setup import resolved_recipe, shard_model, verify_models
 from services.shared.training.memory_probe import MemoryProbe
 from services.shared.training.optim.optimizer import build_optimizer, learning_rate
 from services.shared.training.process import Position, RunFailed, World, agreed_stop, seed_step
@@ -38,6 +38,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
 
     progress.phase(Phase.LOADING)
     with probe.phase("load"):
+        verify_models(task, world)
         data = read_data(run, task, world)
         check_budget(data, budget_tokens)
         config = backbone_config(task, data.tokenizer)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import DatasetCard, Head, Split
-from services.shared.datasets.ingest import read_card
+from services.shared.datasets.stored_card import read_card
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason

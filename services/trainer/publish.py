@@ -7,12 +7,13 @@ from typing import Any, Literal, TypedDict
 from services.shared.datasets.card import Split
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec
+from services.shared.jobs.state import Reason
 from services.shared.model.artifact import seal_artifact
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.tokens import read_rows
 from services.shared.training.checkpoint.loop_state import LoopState
 from services.shared.training.evaluation import evaluate, predict_split
-from services.shared.training.process import World
+from services.shared.training.process import World, fail_with
 from services.shared.training.sharding.export import export_artifact, publish_export
 from services.shared.training.sharding.shard import Sharded
 from services.trainer.inputs import TrainingData
@@ -42,7 +43,8 @@ def publish(
 ) -> Report:
     """Evaluate the weights on the test split, write their artifact, and report. Collective."""
     evaluation, calibration = _evaluate(task, sharded, data, world, state)
-    texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
+    with fail_with(Reason.BAD_DATA):
+        texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
     max_length = task.spec.training.max_length
     staging_dir = export_artifact(run, sharded, data.tokenizer, texts, world, max_length=max_length)
     report = Report(

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.shared.datasets.card import Head, HeadType, Split
-from services.shared.datasets.ingest import read_card
+from services.shared.datasets.stored_card import read_card
 from services.shared.datasets.upload import Format, Layout
 
 if TYPE_CHECKING:

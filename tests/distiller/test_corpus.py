@@ -8,7 +8,7 @@ import pytest
 
 from services.distiller.corpus import Corpus, add_unlabelled, read_corpus
 from services.shared.datasets.card import Head, Split
-from services.shared.datasets.ingest import read_card
+from services.shared.datasets.stored_card import read_card
 
 if TYPE_CHECKING:
     from tests.distiller.conftest import MakeDataset

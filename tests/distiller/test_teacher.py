@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from transformers import (
 from services.distiller.teacher import Teacher, match_heads, place_teacher, read_teacher
 from services.shared.datasets.card import Head, HeadType
 from services.shared.jobs.planning.model_shapes import read_teacher as plan_reads
+from services.shared.jobs.run_directory import RunInput
 from services.shared.jobs.spec import Recipe
+from services.shared.jobs.state import Reason
 from services.shared.model.artifact import count_parameters, load_classifier, read_artifact
 from services.shared.model.classifier import TAPPED
 from services.shared.model.tokens import load_tokenizer, pad
+from services.shared.training.job_setup import verify_models
 from services.shared.training.process import RunFailed, World
 
 RECIPE = Recipe.model_validate({"compute": "float32", "reduce": "float32"})
@@ -182,3 +186,19 @@ def test_a_model_that_is_not_a_classifier_is_refused(published_decoder: Path) ->
     with pytest.raises(RunFailed, match=r"is not a classifier: it has no heads\.json") as failed:
         read_teacher(published_decoder, [MOOD], max_length=48)
     assert failed.value.reason == "bad_model"
+
+
+def test_a_teacher_with_a_flipped_bit_is_refused_before_training(
+    teacher_dir: Path, tmp_path: Path, world: World
+) -> None:
+    directory = tmp_path / "damaged"
+    shutil.copytree(teacher_dir, directory)
+    task = RunInput.model_construct(model_dir=None, teacher_dir=directory)
+    verify_models(task, world)
+    path = directory / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(RunFailed, match=r"model\.safetensors is not the file") as refusal:
+        verify_models(task, world)
+    assert refusal.value.reason is Reason.BAD_MODEL

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
-from services.shared.datasets.ingest import read_card
+from services.shared.datasets.stored_card import read_card
 from services.shared.model.tokens import (
     Rows,
     TokenisedSplit,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Split
-from services.shared.datasets.ingest import read_card
+from services.shared.datasets.stored_card import read_card
 from services.shared.jobs.run_directory import (
     MemoryRecord,
     ProgressRecord,

@@ -1,6 +1,6 @@
 """The card of a stored dataset: `dataset.json` next to one Parquet file per split.
 
-<datasets>/<id>/dataset.json        DatasetCard
+<datasets>/<id>/dataset.json        DatasetCard, with a SHA-256 of each file (stored_card.py)
 <datasets>/<id>/{train,validation,test}.parquet
     text   string
     line   int64: line of the upload (JSONL, CSV; the header is line 1) or row from 1 (Parquet)

@@ -17,12 +17,12 @@ from services.shared.datasets.formats.source import Source, open_source
 from services.shared.datasets.profile import Profile, profile_source
 from services.shared.datasets.row_parser import Labels, Row, RowParser
 from services.shared.datasets.split import assign_split, text_key
+from services.shared.datasets.stored_card import write_card
 from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layout
 from services.shared.datasets.validator import DatasetSummary, validate
 from services.shared.files.atomic_write import partial_path, sync
 from services.shared.files.hashing import file_sha256
 
-CARD_FILE = "dataset.json"
 _ROWS_PER_GROUP = 8192
 
 
@@ -109,7 +109,7 @@ def _store(
             summary=summary,
             parser=RowParser(layout, source.detected.class_names),
         )
-        (staging / CARD_FILE).write_text(card.model_dump_json(indent=2), encoding="utf-8")
+        write_card(staging, card)
         for path in [*staging.iterdir(), staging]:
             sync(path)
         staging.rename(datasets_dir / card.id)
@@ -117,11 +117,6 @@ def _store(
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-
-
-def read_card(dataset_dir: Path) -> DatasetCard:
-    """Return the card of a stored dataset; raises OSError and pydantic's ValidationError."""
-    return DatasetCard.model_validate_json((dataset_dir / CARD_FILE).read_bytes())
 
 
 def _write_splits(

@@ -5,7 +5,7 @@
     heads.json                      HeadsFile: pooling, heads, maximum length, calibration
     tokenizer files
     golden.json                     Golden: a few texts with their expected logits
-    manifest.json                   Manifest, written last: sha256 of every other file
+    manifest.json                   Manifest, written last: sha256 of every other file and of itself
 
 safetensors only: nothing is ever unpickled.
 """
@@ -13,13 +13,14 @@ safetensors only: nothing is ever unpickled.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,6 +30,7 @@ from transformers.utils import logging
 from services.shared.datasets.card import Head
 from services.shared.files.atomic_write import sync
 from services.shared.files.hashing import file_sha256
+from services.shared.files.sealed_json import seal, unseal
 from services.shared.jobs.artifact_layout import GOLDEN, HEADS_FILE, HEADS_WEIGHTS, MANIFEST
 from services.shared.jobs.run_directory import write_json
 from services.shared.model.calibration import Calibration
@@ -64,7 +66,7 @@ class HeadsFile(_ArtifactFile):
 class Manifest(_ArtifactFile):
     """Lineage and metrics of the model, and the hashes of its files."""
 
-    format: int = 1
+    format: int = 2  # 1: without a checksum of the manifest itself
     lineage: dict[str, Any]
     metrics: dict[str, Any]
     parameters: int
@@ -262,7 +264,7 @@ def seal_artifact(
         files={p.name: file_sha256(p) for p in files},
         **dict(extra or {}),
     )
-    write_json(directory / MANIFEST, manifest)
+    write_json(directory / MANIFEST, seal(json.loads(manifest.model_dump_json())))
     sync(directory)
     return SealedArtifact(file_sha256(directory / MANIFEST), size_bytes, parameters)
 
@@ -346,8 +348,8 @@ def count_parameters(directory: Path) -> int:
 
 def _read(path: Path, kind: type[FileT]) -> FileT:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate(unseal(path.read_bytes()))
     except FileNotFoundError as error:
         raise InvalidArtifact(f"{path.parent} has no {path.name}") from error
-    except ValidationError as error:
+    except ValueError as error:
         raise InvalidArtifact(f"{path} is damaged: {error}") from error

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
+from services.shared.datasets.stored_card import verify_split
 from services.shared.model.metrics import MISSING
 
 Array = npt.NDArray[Any]
@@ -158,7 +159,11 @@ def select_heads(card: DatasetCard, names: Sequence[str] | None) -> list[Head]:
 
 
 def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
-    """Read texts and the labels of `heads`; a head that the dataset lacks has no labels."""
+    """Read texts and the labels of `heads`; a head that the dataset lacks has no labels.
+
+    Raises DamagedDataset where the file is not as it was stored.
+    """
+    verify_split(dataset_dir, split)
     path = dataset_dir / f"{split}.parquet"
     schema = pq.read_schema(path)
     known = [head.name for head in heads if head.name in schema.names]

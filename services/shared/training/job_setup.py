@@ -9,10 +9,12 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Head, Split
+from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import Recipe, TrainedTokenizer
 from services.shared.jobs.state import Reason
 from services.shared.memory.recipe import Engine
+from services.shared.model.artifact import InvalidArtifact, read_artifact, verify_artifact
 from services.shared.model.classifier import build_classifier
 from services.shared.model.tokens import load_tokenizer, read_rows, train_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
@@ -41,13 +43,38 @@ def inference_recipe(recipe: Recipe) -> Recipe:
     )
 
 
+def verify_models(task: RunInput, world: World) -> None:
+    """Compare the files of the base model and of the teacher with their manifests. Collective.
+
+    Rank 0 reads them in full: 16 GB take about half a minute. A Hugging Face directory has no manifest
+    and is taken as it is. Raises RunFailed(BAD_MODEL) on every rank.
+    """
+    damage = _damage([task.model_dir, task.teacher_dir]) if world.is_first else None
+    (found,) = world.sum([float(damage is not None)])
+    if found:
+        raise RunFailed(Reason.BAD_MODEL, damage or "Rank 0 has found a damaged model.")
+
+
+def _damage(directories: Sequence[Path | None]) -> str | None:
+    """Return how the first artifact that differs from its manifest does so, or None."""
+    for directory in directories:
+        if directory is None or not (directory / MANIFEST).exists():
+            continue
+        try:
+            verify_artifact(read_artifact(directory))
+        except (InvalidArtifact, OSError) as error:
+            return str(error)
+    return None
+
+
 def train_shared_tokenizer(
     run: RunDirectory, task: RunInput, wanted: TrainedTokenizer, world: World
 ) -> PreTrainedTokenizerBase:
     """Train a tokenizer on the training texts on rank 0, and return it on every rank."""
     directory = run.path / "tokenizer"
     if world.is_first:
-        texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
+        with fail_with(Reason.BAD_DATA):
+            texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
         train_tokenizer(texts, vocab_size=wanted.vocab_size, directory=directory)
     world.barrier()
     return load_tokenizer(directory)

@@ -19,6 +19,7 @@ from services.api.serving.promotion import Promotion
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.datasets.card import Head
 from services.shared.files.hashing import file_sha256
+from services.shared.files.sealed_json import seal, unseal
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.metrics import predict
@@ -47,9 +48,9 @@ def store(directory: Path, fitted: Calibration) -> None:
     path, manifest = directory / "heads.json", directory / "manifest.json"
     about = json.loads(path.read_text()) | {"calibration": {"topics": fitted.model_dump()}}
     path.write_text(json.dumps(about))
-    sealed = json.loads(manifest.read_text())
+    sealed = unseal(manifest.read_bytes())
     sealed["files"]["heads.json"] = file_sha256(path)
-    manifest.write_text(json.dumps(sealed))
+    manifest.write_text(json.dumps(seal(sealed)))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ older ones removed, so a crash or a full disk while saving leaves the last good 
 
 from __future__ import annotations
 
+import json
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from torch import Tensor
 
 from services.shared.files.atomic_write import shared_partial_path, sync
+from services.shared.files.sealed_json import seal, unseal
 from services.shared.jobs.run_directory import write_json
 from services.shared.jobs.state import Reason
 from services.shared.training.optim.optimizer import Optimizer
@@ -44,7 +46,7 @@ _READ_BYTES = 8 * 2**20
 class CheckpointManifest(BaseModel):
     """The content of COMPLETE."""
 
-    format: int = 1
+    format: int = 2  # 1: without a checksum
     job_id: str
     step: int
     ranks: int
@@ -89,7 +91,7 @@ def save(
             optimizer=sharded.recipe.optimizer if optimizer is not None else None,
             loop=dict(loop),
         )
-        write_json(partial / COMPLETE, saved)
+        write_json(partial / COMPLETE, seal(json.loads(saved.model_dump_json())))
         sync(partial)
         _replace(partial, final)
         sync(directory)
@@ -130,8 +132,8 @@ def latest(*directories: Path | None) -> Path | None:
 def read_manifest(path: Path) -> CheckpointManifest:
     """Return the manifest of a checkpoint. Raises RunFailed(BAD_CHECKPOINT)."""
     try:
-        return CheckpointManifest.model_validate_json((path / COMPLETE).read_bytes())
-    except (OSError, ValidationError) as error:
+        return CheckpointManifest.model_validate(unseal((path / COMPLETE).read_bytes()))
+    except (OSError, ValueError) as error:
         raise RunFailed(Reason.BAD_CHECKPOINT, f"{path} is not a checkpoint: {error}") from error
 
 
@@ -187,7 +189,7 @@ def _write_rank(directory: Path, sharded: Sharded, optimizer: Optimizer | None, 
         raise
     ranges = {shard.name: (shard.start, shard.stop) for shard in sharded.shards}
     record = _RankRecord(ranges=ranges, num_bytes=writer.num_bytes, crc32=writer.crc32)
-    write_json(path.with_suffix(".json"), record)
+    write_json(path.with_suffix(".json"), seal(json.loads(record.model_dump_json())))
 
 
 def _tensors(sharded: Sharded, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
@@ -215,8 +217,8 @@ class _RankReader:
 def _open_rank(path: Path, rank: int, stack: ExitStack) -> _RankReader:
     file = path / f"rank-{rank:05d}.safetensors"
     try:
-        record = _RankRecord.model_validate_json(file.with_suffix(".json").read_bytes())
-    except ValidationError as error:
+        record = _RankRecord.model_validate(unseal(file.with_suffix(".json").read_bytes()))
+    except ValueError as error:
         raise ValueError(f"{file.with_suffix('.json').name} is damaged: {error}") from error
     if file.stat().st_size != record.num_bytes:
         raise ValueError(f"{file.name} has {file.stat().st_size} bytes, not {record.num_bytes}")

@@ -30,6 +30,7 @@ from services.api.serving.quantization.weights_file import save_int8_weights
 from services.api.serving.rollout.model_loader import load_student
 from services.api.serving.settings import ServingDtype, ServingSettings
 from services.shared.files.hashing import file_sha256
+from services.shared.files.sealed_json import seal, unseal
 from services.shared.model.artifact import InvalidArtifact, load_classifier
 from services.shared.model.tokens import encode, load_tokenizer
 from tests.api.serving.artifacts import NewArtifact
@@ -45,9 +46,9 @@ def promotion_of(directory: Path) -> Promotion:
 def reseal(directory: Path) -> None:
     """Update the hashes in the manifest."""
     path = directory / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = unseal(path.read_bytes())
     manifest["files"] = {name: file_sha256(directory / name) for name in manifest["files"]}
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(seal(manifest)))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "bert"])
