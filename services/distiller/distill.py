@@ -55,7 +55,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     with probe.phase("load"):
         with fail_with(Reason.BAD_DATA):
             heads = select_heads(read_card(task.dataset_dir), task.spec.heads)
-        verify_models(task, world)
+        verify_models([task.model_dir, task.teacher_dir], world)
         files = read_teacher(task.teacher_dir, heads, max_length=training.max_length)
         init = plan_student(run, task, files, world)
         with fail_with(Reason.BAD_DATA):

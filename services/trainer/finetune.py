@@ -38,7 +38,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
 
     progress.phase(Phase.LOADING)
     with probe.phase("load"):
-        verify_models(task, world)
+        verify_models([task.model_dir, task.teacher_dir], world)
         data = read_data(run, task, world)
         check_budget(data, budget_tokens)
         config = backbone_config(task, data.tokenizer)

@@ -16,7 +16,6 @@ from transformers import (
 from services.distiller.teacher import Teacher, match_heads, place_teacher, read_teacher
 from services.shared.datasets.card import Head, HeadType
 from services.shared.jobs.planning.model_shapes import read_teacher as plan_reads
-from services.shared.jobs.run_directory import RunInput
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import Reason
 from services.shared.model.artifact import count_parameters, load_classifier, read_artifact
@@ -193,12 +192,11 @@ def test_a_teacher_with_a_flipped_bit_is_refused_before_training(
 ) -> None:
     directory = tmp_path / "damaged"
     shutil.copytree(teacher_dir, directory)
-    task = RunInput.model_construct(model_dir=None, teacher_dir=directory)
-    verify_models(task, world)
+    verify_models([None, directory], world)
     path = directory / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(RunFailed, match=r"model\.safetensors is not the file") as refusal:
-        verify_models(task, world)
+        verify_models([None, directory], world)
     assert refusal.value.reason is Reason.BAD_MODEL

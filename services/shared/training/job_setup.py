@@ -43,13 +43,13 @@ def inference_recipe(recipe: Recipe) -> Recipe:
     )
 
 
-def verify_models(task: RunInput, world: World) -> None:
+def verify_models(directories: Sequence[Path | None], world: World) -> None:
     """Compare the files of the base model and of the teacher with their manifests. Collective.
 
     Rank 0 reads them in full: 16 GB take about half a minute. A Hugging Face directory has no manifest
     and is taken as it is. Raises RunFailed(BAD_MODEL) on every rank.
     """
-    damage = _damage([task.model_dir, task.teacher_dir]) if world.is_first else None
+    damage = _damage(directories) if world.is_first else None
     (found,) = world.sum([float(damage is not None)])
     if found:
         raise RunFailed(Reason.BAD_MODEL, damage or "Rank 0 has found a damaged model.")
