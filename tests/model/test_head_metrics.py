@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -55,3 +58,39 @@ def test_the_report_form_names_each_class() -> None:
     report = head_metrics(COLOUR, predicted=np.array([0]), labels=np.array([0])).report()
     assert report["classes"]["blue"] == {"precision": 1, "recall": 1, "f1": 1, "support": 1}
     assert report["confusion"] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["single_label", "multi_label"])
+def test_the_report_of_ten_thousand_labels_is_small(kind: str) -> None:
+    size, texts = 10_000, 500
+    head = Head(name="code", type=HeadType(kind), labels=[f"label-{n:05}" for n in range(size)])
+    labels = np.arange(texts) * 7 % size
+    predicted = np.where(np.arange(texts) % 3, labels, 3)
+    if kind == "multi_label":
+        labels, predicted = np.eye(size, dtype=np.float32)[labels], np.eye(size)[predicted] > 0
+    tracemalloc.start()
+    found = head_metrics(head, predicted=predicted, labels=labels)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 50 * 2**20, "a dense matrix takes 800 MB"
+    report = found.report()
+    assert len(json.dumps(report)) < 20_000
+    assert report["num_classes"] == size
+    assert report["confusion"] == []
+    assert min(entry["f1"] for entry in report["classes"].values()) == 0
+    if kind == "single_label":
+        assert found.accuracy == pytest.approx(1 - 167 / texts)
+        assert report["top_confusions"][0]["predicted"] == "label-00003"
+
+
+def test_sparse_counts_equal_those_of_the_dense_matrix() -> None:
+    draw = np.random.default_rng(0)
+    labels, predicted = draw.integers(0, 60, 2000), draw.integers(0, 60, 2000)
+    head = Head(name="code", labels=[f"{n:02}" for n in range(60)])
+    found = head_metrics(head, predicted=predicted, labels=labels)
+    dense = np.zeros((60, 60), dtype=int)
+    np.add.at(dense, (labels, predicted), 1)
+    assert [c.support for c in found.classes] == dense.sum(axis=1).tolist()
+    assert found.classes[7].precision == pytest.approx(dense[7, 7] / dense[:, 7].sum())
+    np.fill_diagonal(dense, 0)
+    assert found.top_confusions[0].texts == dense.max()

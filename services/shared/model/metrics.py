@@ -11,11 +11,15 @@ from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import NotRequired
 
 from services.shared.datasets.card import Head, HeadType
 
 Array = npt.NDArray[Any]
 MISSING = -100
+# A dense matrix of 10,000 labels takes 200 MB of JSON, in every evaluation, event and row of a job.
+MAX_DENSE_LABELS = 50
+MAX_CONFUSIONS = 50
 
 
 class ClassReport(TypedDict):
@@ -27,14 +31,28 @@ class ClassReport(TypedDict):
     support: int
 
 
+class ConfusionReport(TypedDict):
+    """How many texts of one class were predicted as another."""
+
+    true: str
+    predicted: str
+    texts: int
+
+
 class HeadReport(TypedDict):
-    """The JSON form of HeadMetrics."""
+    """The JSON form of HeadMetrics.
+
+    Of a head with more than MAX_DENSE_LABELS labels, `classes` holds those with the lowest F1 among the
+    labelled ones, `num_classes` says of how many, and `confusion` is empty.
+    """
 
     texts: int
     accuracy: float
     macro_f1: float
     classes: dict[str, ClassReport]
     confusion: list[list[int]]
+    num_classes: NotRequired[int]
+    top_confusions: NotRequired[list[ConfusionReport]]  # single-label heads, most frequent first
 
 
 @dataclass(frozen=True)
@@ -49,11 +67,21 @@ class ClassMetrics:
 
 
 @dataclass(frozen=True)
+class Confusion:
+    """How many texts of class `true` were predicted as class `predicted`."""
+
+    true: str
+    predicted: str
+    texts: int
+
+
+@dataclass(frozen=True)
 class HeadMetrics:
     """Metrics of one head on one split.
 
     `confusion` is [C][C] counts, rows true and columns predicted, for a single-label head; for a
     multi-label head it is [C][4] counts of true positive, false positive, false negative, true negative.
+    A head with more than MAX_DENSE_LABELS labels has `top_confusions` instead.
     """
 
     texts: int
@@ -61,10 +89,12 @@ class HeadMetrics:
     macro_f1: float
     classes: tuple[ClassMetrics, ...]
     confusion: tuple[tuple[int, ...], ...]
+    top_confusions: tuple[Confusion, ...] = ()
 
     def report(self) -> HeadReport:
         """Return the JSON form of reports and manifests."""
-        return {
+        is_large = len(self.classes) > MAX_DENSE_LABELS
+        report: HeadReport = {
             "texts": self.texts,
             "accuracy": self.accuracy,
             "macro_f1": self.macro_f1,
@@ -75,10 +105,17 @@ class HeadMetrics:
                     "f1": c.f1,
                     "support": c.support,
                 }
-                for c in self.classes
+                for c in (_worst(self.classes) if is_large else self.classes)
             },
             "confusion": [list(row) for row in self.confusion],
         }
+        if is_large:
+            report["num_classes"] = len(self.classes)
+            report["top_confusions"] = [
+                {"true": c.true, "predicted": c.predicted, "texts": c.texts}
+                for c in self.top_confusions
+            ]
+        return report
 
 
 def predict(head: Head, logits: Array, thresholds: Array | None = None) -> Array:
@@ -118,17 +155,45 @@ def macro_f1(classes: Sequence[ClassMetrics], num_predicted: Sequence[int]) -> f
 
 def _single_label(head: Head, predicted: Array, labels: Array) -> HeadMetrics:
     size = len(head.labels)
-    confusion = np.bincount(labels * size + predicted, minlength=size * size).reshape(size, size)
-    hits = confusion.diagonal()
-    num_predicted, support = confusion.sum(axis=0), confusion.sum(axis=1)
+    hits = np.bincount(labels[labels == predicted], minlength=size)
+    num_predicted = np.bincount(predicted, minlength=size)
+    support = np.bincount(labels, minlength=size)
     classes = _classes(head, hits, num_predicted, support)
     return HeadMetrics(
         texts=len(labels),
         accuracy=_ratio(hits.sum(), len(labels)),
         macro_f1=macro_f1(classes, num_predicted.tolist()),
         classes=classes,
-        confusion=tuple(tuple(row) for row in confusion.tolist()),
+        confusion=_dense_confusion(size, predicted, labels),
+        top_confusions=_top_confusions(head, predicted, labels),
     )
+
+
+def _dense_confusion(size: int, predicted: Array, labels: Array) -> tuple[tuple[int, ...], ...]:
+    if size > MAX_DENSE_LABELS:
+        return ()
+    counts = np.bincount(labels * size + predicted, minlength=size * size).reshape(size, size)
+    return tuple(tuple(row) for row in counts.tolist())
+
+
+def _top_confusions(head: Head, predicted: Array, labels: Array) -> tuple[Confusion, ...]:
+    """Return the most frequent pairs of a class and a wrong prediction, of a large head only."""
+    size, wrong = len(head.labels), labels != predicted
+    if size <= MAX_DENSE_LABELS:
+        return ()
+    pairs, counts = np.unique(labels[wrong] * size + predicted[wrong], return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:MAX_CONFUSIONS]
+    return tuple(
+        Confusion(
+            head.labels[int(pairs[i] // size)], head.labels[int(pairs[i] % size)], int(counts[i])
+        )
+        for i in order
+    )
+
+
+def _worst(classes: Sequence[ClassMetrics]) -> list[ClassMetrics]:
+    """Return MAX_DENSE_LABELS classes: labelled ones first, the lowest F1 first."""
+    return sorted(classes, key=lambda c: (c.support == 0, c.f1))[:MAX_DENSE_LABELS]
 
 
 def _multi_label(head: Head, predicted: Array, labels: Array) -> HeadMetrics:
@@ -142,7 +207,9 @@ def _multi_label(head: Head, predicted: Array, labels: Array) -> HeadMetrics:
         accuracy=_ratio((predicted == labels).all(axis=1).sum(), len(labels)),
         macro_f1=macro_f1(classes, num_predicted.tolist()),
         classes=classes,
-        confusion=tuple(tuple(row) for row in table.tolist()),
+        confusion=tuple(tuple(row) for row in table.tolist())
+        if len(head.labels) <= MAX_DENSE_LABELS
+        else (),
     )
 
 
