@@ -24,7 +24,7 @@ def artifact(driver: StoreDriver, name: str) -> Path:
     return path
 
 
-def test_artifacts_of_attempts_that_were_killed_before_their_row_are_removed(
+def test_artifacts_of_attempts_that_were_killed_before_their_row_are_quarantined(
     driver: StoreDriver,
 ) -> None:
     first = driver.running()
@@ -34,6 +34,8 @@ def test_artifacts_of_attempts_that_were_killed_before_their_row_are_removed(
     given_up = artifact(driver, model_id_of(driver.in_state(JobState.FAILED), 1))
     assert set(remove_leftovers(driver.store)) == {orphan, given_up}
     assert [orphan.exists(), given_up.exists(), kept.exists()] == [False, False, True]
+    moved = list(driver.settings.quarantine_dir.glob("*/*/manifest.json"))
+    assert {path.parent.name for path in moved} == {orphan.name, given_up.name}
     assert remove_leftovers(driver.store) == []
 
 
@@ -65,3 +67,29 @@ def test_an_interrupted_upload_is_removed_after_a_day(driver: StoreDriver) -> No
     os.utime(old, (1, 1))
     assert remove_leftovers(driver.store) == [old]
     assert new.is_dir()
+
+
+def test_a_quarantined_artifact_is_removed_after_a_week(driver: StoreDriver) -> None:
+    old, new = (
+        driver.settings.quarantine_dir / day / "mdl_1_1" for day in ("2020-01-01", "2999-01-01")
+    )
+    for path in (old, new):
+        path.mkdir(parents=True)
+    assert remove_leftovers(driver.store) == [old.parent]
+    assert not old.exists()
+    assert new.is_dir()
+
+
+def test_an_older_database_over_newer_files_loses_no_model_and_repeats_no_attempt(
+    driver: StoreDriver,
+) -> None:
+    job_id = driver.in_state(JobState.QUEUED)
+    # What attempt 1 of the newer database has written, which this one knows nothing of.
+    finished = artifact(driver, model_id_of(job_id, 1))
+    run = driver.settings.run_dir(job_id, 1)
+    run.mkdir(parents=True)
+    claim = driver.claim(job_id)
+    assert claim.attempt == 2
+    assert claim.model_id != finished.name
+    remove_leftovers(driver.store)
+    assert len(list(driver.settings.quarantine_dir.glob(f"*/{finished.name}/manifest.json"))) == 1

@@ -40,6 +40,15 @@ def latest_checkpoints(settings: JobSettings, attempts: list[tuple[str, int]]) -
     return None
 
 
+def highest_attempt(settings: JobSettings, job_id: str) -> int:
+    """Return the highest number of an attempt of a job that has a run directory, or 0."""
+    try:
+        names = [entry.name for entry in (settings.runs_dir / job_id).iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
 def _real_directory(path: Path) -> Path | None:
     try:
         real = path.resolve(strict=True)

@@ -72,6 +72,10 @@ class JobSettings(BaseSettings):
     def signals_dir(self) -> Path:
         return self.data_dir / "signals"
 
+    @property
+    def quarantine_dir(self) -> Path:
+        return self.data_dir / "quarantine"
+
     def dataset_dir(self, dataset_id: str) -> Path:
         """Return the directory of a stored dataset."""
         return self.datasets_dir / dataset_id

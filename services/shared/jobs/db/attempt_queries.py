@@ -33,11 +33,19 @@ class ClaimedRow:
 
 
 def claim(
-    session: Session, job_id: str, *, worker: str, token: str, lease_seconds: float
+    session: Session,
+    job_id: str,
+    *,
+    worker: str,
+    token: str,
+    lease_seconds: float,
+    last_on_disk: int = 0,
 ) -> ClaimedRow | None:
     """Take a queued job, or return None when it is not queued: a duplicate or late message.
 
-    Idempotent: repeated with the same token after a lost response, it returns the same attempt.
+    The attempt's number is above `last_on_disk`, the highest that has files: a database restored from
+    a backup does not know all of them. Idempotent: repeated with the same token after a lost response,
+    it returns the same attempt.
     """
     if not transition(
         session,
@@ -46,7 +54,7 @@ def claim(
         token=token,
         worker=worker,
         lease_until=_lease_until(lease_seconds),
-        attempt=JobRow.attempt + 1,
+        attempt=func.greatest(JobRow.attempt, last_on_disk) + 1,
         used_attempts=JobRow.used_attempts + 1,
         started_at=func.coalesce(JobRow.started_at, func.now()),
         phase=Phase.LAUNCHING,

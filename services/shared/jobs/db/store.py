@@ -20,6 +20,7 @@ from services.shared.jobs.errors import Conflict, NotFound
 from services.shared.jobs.gates import GateFloor, Int8Gate
 from services.shared.jobs.ids import new_token
 from services.shared.jobs.outcome import End, Outcome
+from services.shared.jobs.paths import highest_attempt
 from services.shared.jobs.planning.spec_changes import ChangedSpec
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, resolve_directories
 from services.shared.jobs.settings import JobSettings
@@ -217,6 +218,7 @@ class Store:
 
         Idempotent for a `token`: repeated after Unavailable, it returns the claim that was made.
         """
+        last_on_disk = highest_attempt(self.settings, job_id)
         with transaction(self.engine) as session:
             claimed = attempt_queries.claim(
                 session,
@@ -224,6 +226,7 @@ class Store:
                 worker=worker,
                 token=token or new_token(),
                 lease_seconds=lease_seconds,
+                last_on_disk=last_on_disk,
             )
             if claimed is None:
                 return None
