@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from services.shared.datasets.card import Head, HeadType
-from services.shared.model.metrics import head_metrics, predict
+from services.shared.model.metrics import Array, head_metrics, predict
 
 COLOUR = Head(name="colour", labels=["blue", "green", "red"])
 TAGS = Head(name="tags", type=HeadType.MULTI_LABEL, labels=["x", "y"])
@@ -64,8 +64,8 @@ def test_the_report_form_names_each_class() -> None:
 def test_the_report_of_ten_thousand_labels_is_small(kind: str) -> None:
     size, texts = 10_000, 500
     head = Head(name="code", type=HeadType(kind), labels=[f"label-{n:05}" for n in range(size)])
-    labels = np.arange(texts) * 7 % size
-    predicted = np.where(np.arange(texts) % 3, labels, 3)
+    labels: Array = np.arange(texts) * 7 % size
+    predicted: Array = np.where(np.arange(texts) % 3, labels, 3)
     if kind == "multi_label":
         labels, predicted = np.eye(size, dtype=np.float32)[labels], np.eye(size)[predicted] > 0
     tracemalloc.start()
