@@ -220,7 +220,10 @@ def optimizer_temporaries(evidence: Evidence) -> Hypothesis | None:
     """Match a failure in the optimizer step."""
     if evidence.phase is not FailurePhase.OPTIMIZER_STEP and Site.FOREACH not in evidence.sites:
         return None
-    if Site.STATE in evidence.sites and Site.FOREACH not in evidence.sites:
+    state_words = re.search(
+        r"optimi[sz]er[\s_.]?(?:init|state)", (evidence.case.phase or "").lower()
+    )
+    if (Site.STATE in evidence.sites or state_words) and Site.FOREACH not in evidence.sites:
         text = "it failed while the optimizer's state was created: that stays, it is no temporary"
         return likely(Cause.CAPACITY, "no room for the optimizer's state", text)
     reasons = ["it failed in the optimizer's step"]
