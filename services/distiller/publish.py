@@ -24,6 +24,7 @@ from services.shared.model.artifact import (
     seal_artifact,
     set_heads,
 )
+from services.shared.model.baseline import add_baseline
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.classifier import Classifier, wrap_backbone
 from services.shared.model.metrics import Array
@@ -163,6 +164,14 @@ def publish(
     )
     if evaluation and state.best is not None:
         evaluation["validation"] = state.best.evaluation
+    if world.is_first and evaluation:
+        add_baseline(
+            evaluation,
+            data.heads,
+            train=data.train.corpus.rows,
+            held_out=data.evaluation.corpus.rows,
+            seed=training.seed,
+        )
     texts = data.train.corpus.rows.texts
     staging_dir = export_artifact(
         run, student, tokenizer, texts, world, max_length=training.max_length

@@ -9,6 +9,7 @@ from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Reason
 from services.shared.model.artifact import seal_artifact
+from services.shared.model.baseline import add_baseline
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.tokens import read_rows
 from services.shared.training.checkpoint.loop_state import LoopState
@@ -44,9 +45,15 @@ def publish(
     """Evaluate the weights on the test split, write their artifact, and report. Collective."""
     evaluation, calibration = _evaluate(task, sharded, data, world, state)
     with fail_with(Reason.BAD_DATA):
-        texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
+        labelled = read_rows(task.dataset_dir, Split.TRAIN, data.heads)
+        if world.is_first and evaluation:
+            held_out = read_rows(task.dataset_dir, Split(evaluation["split"]), data.heads)
+            seed = task.spec.training.seed
+            add_baseline(evaluation, data.heads, train=labelled, held_out=held_out, seed=seed)
     max_length = task.spec.training.max_length
-    staging_dir = export_artifact(run, sharded, data.tokenizer, texts, world, max_length=max_length)
+    staging_dir = export_artifact(
+        run, sharded, data.tokenizer, labelled.texts, world, max_length=max_length
+    )
     report = Report(
         outcome="succeeded",
         steps=state.step,

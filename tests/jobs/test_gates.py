@@ -72,3 +72,14 @@ def test_the_message_names_the_absolute_floor() -> None:
     floor = GateFloor(min_macro_f1=0.2)
     result = evaluate_gate(GATE, _evaluation({"a": 0.1}, {"a": 0.0}), floor=floor)
     assert "below this server's minimum of 0.2: a: 0.1000" in result.message
+
+
+def test_the_message_compares_the_student_with_its_baseline() -> None:
+    heads = {
+        "mood": {"macro_f1": 0.9, "baseline": {"macro_f1": 0.85}},
+        "topic": {"macro_f1": 0.7, "baseline": {"macro_f1": 0.75}},
+    }
+    result = evaluate_gate(Gate(), {"heads": heads, "teacher": {"heads": heads}})
+    assert result.passed
+    assert "mood: better (+0.0500 macro-F1)" in result.message
+    assert "topic: WARNING, not better (-0.0500 macro-F1)" in result.message

@@ -89,8 +89,21 @@ def evaluate_gate(
         min_macro_f1_share=gate.min_macro_f1_share,
         min_macro_f1=floor.min_macro_f1,
         heads=heads,
-        message=_message(gate, floor, heads, failed),
+        message=_message(gate, floor, heads, failed) + _against_baseline(evaluation),
     )
+
+
+def _against_baseline(evaluation: Any) -> str:
+    """Return how the student compares with logistic regression on character n-grams; "" where unmeasured."""
+    parts = []
+    for name, metrics in sorted((evaluation.get("heads") or {}).items()):
+        baseline = metrics.get("baseline") if isinstance(metrics, dict) else None
+        if not baseline or metrics.get("macro_f1") is None:
+            continue
+        difference = metrics["macro_f1"] - baseline["macro_f1"]
+        relation = "better" if difference > 0 else "WARNING, not better"
+        parts.append(f"{name}: {relation} ({difference:+.4f} macro-F1)")
+    return f" Compared with character n-gram counts: {'; '.join(parts)}." if parts else ""
 
 
 def _macro_f1(evaluation: Any) -> dict[str, float | None]:
