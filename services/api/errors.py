@@ -71,7 +71,10 @@ async def handle_exception(request: Request, error: Exception) -> Response:
 
 def _allowed(request: Request) -> list[str]:
     # The router knows only the methods of the first route on a path; the OpenAPI document has them all.
-    operations = request.app.openapi()["paths"][request.scope["route"].path]
+    path = getattr(request.scope.get("route"), "path", None)
+    operations = request.app.openapi()["paths"].get(path)
+    if operations is None:  # the API description itself
+        return ["GET", "HEAD"]
     return [method.upper() for method in operations]
 
 

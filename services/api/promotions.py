@@ -19,15 +19,16 @@ PAGE = 100
 class PromotionFeed:
     """Reads promotions, newest first, and stores their outcomes.
 
-    Promotions are append-only, so each is read once. Called from one thread; raises Unavailable while
-    the database is unreachable. Outcomes may be reported from any thread meanwhile and are stored once
-    it is back.
+    Promotions are append-only, so the artifact of each is looked up once. Called from one thread; raises
+    Unavailable while the database is unreachable. Outcomes may be reported from any thread meanwhile and
+    are stored once it is back.
     """
 
     def __init__(self, store: Store, *, datasets_dir: Path | None = None) -> None:
         self._store = store
         self._datasets_dir = datasets_dir
-        self._known: list[Promotion] = []  # newest first
+        self._known: dict[str, tuple[int, Promotion]] = {}  # by id, with its sequence number
+        self._has_all = False  # the whole history has been read once
         self._pending_writes: deque[Callable[[], None]] = deque()  # oldest first
 
     def on_served(self, promotion: Promotion, *, engine: str) -> None:
@@ -61,21 +62,20 @@ class PromotionFeed:
                 raise
 
     def _read(self) -> list[Promotion]:
-        new: list[Promotion] = []
+        # Numbers are assigned before the commit, so an older promotion may appear after a newer one:
+        # the newest page is read whole each time, and the next ones while they hold unknown promotions.
         cursor = None
         while True:
             page = self._store.promotions(cursor=cursor, limit=PAGE)
-            for promotion in page.items:
-                if self._known and promotion.id == self._known[0].promotion_id:
-                    return self._extend(new)
-                new.append(self._with_artifact(promotion))
+            new = [promotion for promotion in page.items if promotion.id not in self._known]
+            for promotion in new:
+                self._known[promotion.id] = (promotion.seq, self._with_artifact(promotion))
             cursor = page.next_cursor
-            if cursor is None:
-                return self._extend(new)
-
-    def _extend(self, new: list[Promotion]) -> list[Promotion]:
-        self._known = new + self._known
-        return list(self._known)
+            if cursor is None or (self._has_all and not new):
+                break
+        self._has_all = True
+        newest_first = sorted(self._known.values(), key=lambda each: each[0], reverse=True)
+        return [promotion for _, promotion in newest_first]
 
     def _with_artifact(self, promotion: PromotionView) -> Promotion:
         model = self._store.model(promotion.model_id)

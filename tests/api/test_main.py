@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy.orm import Session
 
 from services.api.main import create
 from services.api.promotions import PAGE, PromotionFeed
 from services.api.settings import ApiSettings
+from services.shared.jobs.db.model_queries import promote
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.gates import HeadComparison, Int8Gate
 from services.shared.jobs.queue import depth, make_celery
@@ -85,6 +87,20 @@ def test_the_feed_reads_each_promotion_once_newest_first(desk: JobDriver) -> Non
         newest.id,
         *(promoted.promotion_id for promoted in first),
     ]
+
+
+def test_a_promotion_that_commits_after_a_newer_one_is_not_lost(desk: JobDriver) -> None:
+    model_id = desk.succeed(desk.running())
+    feed = PromotionFeed(desk.store)
+    desk.store.promote(model_id)
+    feed()
+    with Session(desk.store.engine) as session:  # takes its number now, commits later
+        model = desk.store.model(model_id)
+        late = promote(session, model, alias="late", force=False, reason=None)
+        newest = desk.store.promote(model_id)
+        assert feed()[0].promotion_id == newest.id
+        session.commit()
+    assert [promoted.promotion_id for promoted in feed()][:2] == [newest.id, late.id]
 
 
 def test_the_feed_stores_the_outcomes_of_promotions(desk: JobDriver) -> None:

@@ -124,6 +124,14 @@ def test_a_server_without_keys_logs_a_warning_at_startup(
     assert any(line["event"] == "api_keys_off" for line in lines)
 
 
+@pytest.mark.parametrize("path", ["/openapi.json", "/docs", "/redoc", "/livez"])
+@pytest.mark.parametrize("method", ["OPTIONS", "POST", "DELETE"])
+def test_a_wrong_method_on_a_public_path_is_405(locked: Platform, path: str, method: str) -> None:
+    response = locked.client().request(method, path)
+    assert response.status_code == 405
+    assert "GET" in response.headers["allow"]
+
+
 SAFE_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",

@@ -6,6 +6,7 @@ nothing serves yet, as after a restart, the one before it serves.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -165,12 +166,27 @@ class PromotionWatcher:
             refusal = error
         except Exception as error:  # noqa: BLE001
             # A boundary: whatever is wrong with an artifact, the current model keeps serving.
-            refusal = StudentRefused(f"{type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            refusal = StudentRefused(reason, transient=_may_pass(error))
         log.error(
             "student_refused", alias=wanted.alias, model_id=wanted.model_id, reason=str(refusal)
         )
         self._metrics.swaps.labels("refused").inc()
         raise refusal
+
+
+# What the machine lacks for now; none says anything about the artifact.
+_PASSING_ERRNOS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO}
+    | {errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT}
+)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether a failure to load is worth a retry."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, OSError) and error.errno in _PASSING_ERRNOS
 
 
 def _by_alias(promotions: Sequence[Promotion]) -> dict[str, list[Promotion]]:
