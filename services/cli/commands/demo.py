@@ -28,6 +28,7 @@ from services.cli.responses import JobResponse, ModelResponse
 
 EXAMPLE_TEXT = "房间很干净，服务员也热情，下次还住这里。"
 POLL_SECONDS = 0.5
+LINE_SECONDS = 5.0  # between lines of progress where the output is no terminal
 
 # Small enough for two CPU cores and five minutes, yet a complete Qwen3: grouped-query attention,
 # q/k norm, gated MLP. The learning rate suits training from scratch, not fine-tuning.
@@ -78,6 +79,7 @@ class DemoResult(TypedDict):
 
     teacher: ModelResult
     student: ModelResult
+    baseline: dict[str, HeadScores]  # n-gram counts with logistic regression, by head
     student_over_teacher: float
     predict: Any  # the response of `POST /predict`
     job_seconds: dict[str, float]
@@ -194,6 +196,7 @@ def _watch(client: Client, part: str, job_id: str, *, console: Console) -> JobRe
         TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(),
     )
+    last_line = time.monotonic()
     with Progress(*columns, console=console) as bars:
         bar = bars.add_task(part, total=1, phase="waiting", loss="")
         while True:
@@ -207,6 +210,10 @@ def _watch(client: Client, part: str, job_id: str, *, console: Console) -> JobRe
                 phase=job["phase"] or job["state"],
                 loss="" if loss is None else f"loss {loss:.3f}",
             )
+            if not console.is_terminal and time.monotonic() - last_line >= LINE_SECONDS:
+                last_line = time.monotonic()
+                phase, steps = job["phase"] or job["state"], progress.get("step") or 0
+                typer.echo(f"{part}: {phase}, step {steps} of {progress.get('total_steps') or '?'}")
             if job["state"] in ("succeeded", "failed", "cancelled"):
                 break
             time.sleep(POLL_SECONDS)
@@ -237,6 +244,7 @@ def _result(
     return {
         "teacher": teacher,
         "student": student,
+        "baseline": _baseline(models["student"]),
         "student_over_teacher": round(ratio, 4),
         "predict": prediction,
         "job_seconds": {name: _seconds(job) for name, job in ended.items()},
@@ -253,6 +261,18 @@ def _model_result(model: ModelResponse) -> ModelResult:
         },
         "parameters": model["parameters"],
         "size_bytes": model["size_bytes"],
+    }
+
+
+def _baseline(model: ModelResponse) -> dict[str, HeadScores]:
+    heads = (model["metrics"] or {}).get("heads") or {}
+    return {
+        head: {
+            "accuracy": metrics["baseline"]["accuracy"],
+            "macro_f1": metrics["baseline"]["macro_f1"],
+        }
+        for head, metrics in heads.items()
+        if metrics.get("baseline")
     }
 
 
@@ -279,5 +299,8 @@ def _table(result: DemoResult) -> Table:
                 f"{model['size_bytes'] / 1e6:.1f}",
                 f"{result['job_seconds'][name]:.0f}",
             )
+    for head, scores in result["baseline"].items():
+        accuracy, macro_f1 = f"{scores['accuracy']:.3f}", f"{scores['macro_f1']:.3f}"
+        table.add_row("n-grams", head, accuracy, macro_f1, "", "", "")
     table.caption = f"student / teacher accuracy on sentiment: {result['student_over_teacher']:.3f}"
     return table
