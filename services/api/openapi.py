@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -17,6 +17,13 @@ DESCRIPTION = """\
 Fine-tunes a large teacher, distils it into a small student, serves the promoted student, and predicts and
 explains accelerator memory. Every error is a problem document (RFC 9457).
 """
+
+
+class Link(TypedDict):
+    """An OpenAPI link: an operation, and where its parameters come from."""
+
+    operationId: str
+    parameters: dict[str, str]
 
 
 def problems(*statuses: int) -> Responses:
@@ -57,7 +64,7 @@ def install_openapi(app: FastAPI, *, models: Sequence[type[BaseModel]]) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def links(parameter: str, *operations: str) -> dict[str, Any]:
+def links(parameter: str, *operations: str) -> dict[str, Link]:
     """Return OpenAPI links that pass the `id` of a response as `parameter` to `operations`."""
     parameters = {parameter: "$response.body#/id"}
     return {name: {"operationId": name, "parameters": parameters} for name in operations}

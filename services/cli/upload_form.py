@@ -10,14 +10,23 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 from services.cli.client import CommandFailed
 
 _HEAD_TYPES = ("single_label", "multi_label")
 
 
-def parse_head(text: str) -> dict[str, Any]:
+class HeadOption(TypedDict, total=False):
+    """A head as declared on the command line; `name` is always present."""
+
+    name: str
+    type: str
+    columns: list[str]
+    column: str
+
+
+def parse_head(text: str) -> HeadOption:
     """Parse NAME[:TYPE][=COLUMN[,COLUMN]]; the type may also follow the column."""
     declared, _, column = text.partition("=")
     name, _, kind = declared.partition(":")
@@ -25,7 +34,7 @@ def parse_head(text: str) -> dict[str, Any]:
         start, colon, end = column.rpartition(":")
         if colon and end in _HEAD_TYPES:
             column, kind = start, end
-    head: dict[str, Any] = {"name": name}
+    head: HeadOption = {"name": name}
     if kind:
         head["type"] = kind
     if kind == "multi_label" and "," in column:

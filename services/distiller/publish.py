@@ -15,6 +15,7 @@ from services.distiller.signals import Signals
 from services.distiller.teacher import Teacher, TeacherFiles
 from services.shared.files.hashing import file_sha256
 from services.shared.jobs.artifact_layout import MANIFEST
+from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec
 from services.shared.model.artifact import (
@@ -28,7 +29,7 @@ from services.shared.model.baseline import add_baseline
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.classifier import Classifier, wrap_backbone
 from services.shared.model.metrics import Array
-from services.shared.training.checkpoint.loop_state import LoopState
+from services.shared.training.checkpoint.loop_state import LoopState, LoopSummary
 from services.shared.training.evaluation import predict_split
 from services.shared.training.process import World
 from services.shared.training.sharding.export import export_artifact, publish_export
@@ -37,7 +38,7 @@ from services.shared.training.sharding.shard import Sharded
 
 @dataclass(frozen=True)
 class TeacherRecord:
-    """What the report needs of a teacher that has left the memory."""
+    """What the report needs of a teacher whose memory has been freed."""
 
     files: TeacherFiles
     placement: str
@@ -62,11 +63,28 @@ class StudentLineage(TypedDict):
     dataset_id: str
     dataset_sha256: str
     unlabelled_dataset_ids: list[str]
-    teacher: dict[str, Any]  # TeacherSource, as the spec gave it
+    teacher: dict[str, str]  # TeacherSource, as the spec gave it
     teacher_manifest_sha256: str | None  # None for a plain Hugging Face classifier
     student: dict[str, Any]  # ModelSource, as the spec gave it
     seed: int
     steps: int
+
+
+class TruncatedTexts(TypedDict):
+    """The number of training texts truncated for each model."""
+
+    student: int
+    teacher: int
+
+
+class DistillationDetails(LoopSummary):
+    """The `details` of a student's report."""
+
+    training_texts: int
+    unlabelled_texts: int
+    unlabelled_texts_left_out: int
+    truncated_texts: TruncatedTexts
+    signals: str
 
 
 def record_teacher(
@@ -104,7 +122,7 @@ def evaluate_student(
     *,
     budget_tokens: int,
     pad_id: int,
-) -> tuple[dict[str, Any], dict[str, Calibration]]:
+) -> tuple[Evaluation, dict[str, Calibration]]:
     """Return the evaluation and the calibration of the student. Collective."""
     if not len(data.evaluation.corpus):
         return {}, {}
@@ -130,7 +148,7 @@ def evaluate_student(
         "single_text_seconds": teacher.single_text_seconds,
         "placement": teacher.placement,
     }
-    evaluation = {
+    evaluation: Evaluation = {
         "split": str(data.evaluation_split),
         **comparison,
         "teacher": teacher_evaluation,
@@ -184,7 +202,7 @@ def publish(
         artifact=run.export.name,
         heads=[head.model_dump(mode="json") for head in data.heads],
         evaluation=evaluation,
-        details=_details(data, state, steps_per_epoch) | {"signals": signals},
+        details=_details(data, state, steps_per_epoch, signals=signals),
     )
     if world.is_first:
         exported = _load_exported(staging_dir, data, world.device)
@@ -217,9 +235,11 @@ def publish(
     return report
 
 
-def _details(data: DistillationData, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
-    """Return the `details` of the report."""
-    return state.summary(steps_per_epoch) | {
+def _details(
+    data: DistillationData, state: LoopState, steps_per_epoch: int, *, signals: str
+) -> DistillationDetails:
+    return {
+        **state.summary(steps_per_epoch),
         "training_texts": len(data.train.corpus),
         "unlabelled_texts": data.num_unlabelled,
         "unlabelled_texts_left_out": data.num_duplicates,
@@ -227,6 +247,7 @@ def _details(data: DistillationData, state: LoopState, steps_per_epoch: int) -> 
             "student": data.train.student.truncated,
             "teacher": data.train.teacher.truncated,
         },
+        "signals": signals,
     }
 
 

@@ -86,7 +86,7 @@ class Signals:
         return {name: values for name, values in self._outputs.items() if name != TAPPED}
 
     def fill(self, report: Callable[[int, int], None] | None = None) -> str | None:
-        """Compute the missing outputs; return the reason if the run is asked to stop meanwhile.
+        """Compute the missing outputs; return the reason if a stop is requested meanwhile.
 
         `report` is called with the number of texts done and the number of texts to do. Collective.
         """

@@ -126,8 +126,10 @@ class Teacher:
         self, input_ids: Tensor, attention_mask: Tensor | None = None, tap: Sequence[int] = ()
     ) -> dict[str, Tensor]:
         """Return logits [B, C] by student head, in the student's class order, and the tapped states."""
-        extra: dict[str, Any] = {"tap": tuple(tap)} if tap else {}
-        outputs = self.module(input_ids, attention_mask, **extra)
+        if tap:
+            outputs = self.module(input_ids, attention_mask, tap=tuple(tap))
+        else:  # a plain Hugging Face classifier takes no `tap`
+            outputs = self.module(input_ids, attention_mask)
         if self._sharded is not None:
             self._sharded.reshard()
         result = {name: outputs[name][:, order] for name, order in self.files.columns.items()}
@@ -162,7 +164,7 @@ def place_teacher(files: TeacherFiles, *, placement: str, recipe: Recipe, world:
             raise RunFailed(
                 Reason.BAD_SPEC,
                 "distillation.teacher_placement: a plain Hugging Face encoder classifier cannot be "
-                'sharded; ask for "replicated"',
+                'sharded; set it to "replicated"',
             )
         return Teacher(files, _load_sequence_classifier(files, dtype).to(world.device), None)
     with fail_with(Reason.BAD_MODEL):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict
 
 from services.shared.datasets.card import Split
+from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Reason
@@ -12,7 +13,7 @@ from services.shared.model.artifact import seal_artifact
 from services.shared.model.baseline import add_baseline
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.tokens import read_rows
-from services.shared.training.checkpoint.loop_state import LoopState
+from services.shared.training.checkpoint.loop_state import LoopState, LoopSummary
 from services.shared.training.evaluation import evaluate, predict_split
 from services.shared.training.process import World, fail_with
 from services.shared.training.sharding.export import export_artifact, publish_export
@@ -31,6 +32,20 @@ class TeacherLineage(TypedDict):
     model: dict[str, Any]  # ModelSource, as the spec gave it
     seed: int
     steps: int
+
+
+class TruncatedTexts(TypedDict):
+    """The number of truncated texts of each split."""
+
+    train: int
+    validation: int
+    test: int
+
+
+class TrainingDetails(LoopSummary):
+    """The `details` of a teacher's report."""
+
+    truncated_texts: TruncatedTexts
 
 
 def publish(
@@ -85,7 +100,7 @@ def publish(
 
 def _evaluate(
     task: RunInput, sharded: Sharded, data: TrainingData, world: World, state: LoopState
-) -> tuple[dict[str, Any], dict[str, Calibration]]:
+) -> tuple[Evaluation, dict[str, Calibration]]:
     """Return the evaluation on the test split, with the validation that selected these weights.
 
     The calibration is fitted on the validation split and applied to the test split.
@@ -111,8 +126,9 @@ def _evaluate(
     return {"split": "test", **evaluation, "validation": selected}, calibration
 
 
-def _details(data: TrainingData, state: LoopState, steps_per_epoch: int) -> dict[str, Any]:
-    return state.summary(steps_per_epoch) | {
+def _details(data: TrainingData, state: LoopState, steps_per_epoch: int) -> TrainingDetails:
+    return {
+        **state.summary(steps_per_epoch),
         "truncated_texts": {
             "train": data.train.truncated,
             "validation": data.validation.truncated,

@@ -157,7 +157,7 @@ def test_a_published_encoder_classifier_is_a_teacher(published_encoder: Path, wo
 
 
 def test_a_published_encoder_cannot_be_sharded(published_encoder: Path, world: World) -> None:
-    with pytest.raises(RunFailed, match='cannot be sharded; ask for "replicated"'):
+    with pytest.raises(RunFailed, match='cannot be sharded; set it to "replicated"'):
         placed(published_encoder, [MOOD], world, "sharded")
 
 

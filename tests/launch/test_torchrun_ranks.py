@@ -93,4 +93,4 @@ def test_ranks_die_with_a_torchrun_that_is_killed(run: RunDirectory, launch: Lau
     assert ending.exit_code == -9
     assert len(seen) == 2
     assert all(wait_until_gone(pid, seconds=10) for pid in seen)
-    assert "ranks_left" not in run.log.read_text()
+    assert "ranks_killed" not in run.log.read_text()

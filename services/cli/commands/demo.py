@@ -161,7 +161,7 @@ def _run_pipeline(client: Client, *, console: Console) -> DemoResult:
     return _result(models, ended=ended, prediction=_predict(client))
 
 
-def _teacher_spec(dataset_id: str) -> dict[str, Any]:
+def _teacher_spec(dataset_id: str) -> dict[str, object]:
     return {
         "kind": "teacher",
         "name": "demo teacher",
@@ -173,7 +173,7 @@ def _teacher_spec(dataset_id: str) -> dict[str, Any]:
     }
 
 
-def _student_spec(dataset_id: str, teacher_job_id: str) -> dict[str, Any]:
+def _student_spec(dataset_id: str, teacher_job_id: str) -> dict[str, object]:
     return {
         "kind": "distill",
         "name": "demo student",

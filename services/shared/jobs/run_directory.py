@@ -133,7 +133,7 @@ class Report(_Record):
     size_bytes: int = 0
     manifest_sha256: str | None = None
     evaluation: Evaluation = {}
-    details: dict[str, Any] = {}  # padding share, best epoch, truncated texts ...
+    details: Mapping[str, Any] = {}  # padding share, best epoch, truncated texts ...
 
 
 RecordT = TypeVar("RecordT", bound=_Record)

@@ -4,8 +4,8 @@
 
 The guard asks the kernel for a signal at its parent's death (PR_SET_PDEATHSIG survives exec, not
 fork), then replaces itself by the command. A script, because the same done in `preexec_fn` runs
-Python in a forked child of a process with threads. Ranks get no options, since torchrun's parser
-stumbles over those of its scripts; their NUMA nodes come in STILLHOUSE_NUMA_NODES, by local rank.
+Python in a forked child of a process with threads. Ranks get no options, since torchrun would parse
+them as its own; their NUMA nodes come in STILLHOUSE_NUMA_NODES, by local rank.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _switch_user(user: pwd.struct_passwd) -> None:
     """Change to `user`, keeping only the right to traverse directories that are closed to others.
 
     Postgres refuses to run as root, yet its programs and its data may be below /root. Keeping
-    CAP_DAC_OVERRIDE as an ambient capability opens that path to this one process, where a chmod
-    would open it to every user. Where the capability is not held, only open paths work.
+    CAP_DAC_OVERRIDE as an ambient capability gives access to this one process only, where a chmod
+    would give it to every user. Where the capability is not held, only open paths work.
     """
     _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])

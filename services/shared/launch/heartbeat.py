@@ -36,7 +36,7 @@ class LeaseStore(Protocol):
 
 
 class Heartbeat:
-    """Renews the lease of one claim and copies what rank 0 has reported since the last beat."""
+    """Renews the lease of one claim and copies what rank 0 has reported since the last heartbeat."""
 
     def __init__(
         self, store: LeaseStore, claim: Claim, *, run: RunDirectory, lease_seconds: float
@@ -52,11 +52,11 @@ class Heartbeat:
         """Send the newest progress; return what the worker should do.
 
         While the database is unavailable no other worker can claim the job, so the ranks continue
-        and the next beat sends the same updates again.
+        and the next heartbeat sends the same updates again.
         """
         offset, updates = self._new_updates()
         answer = HeartbeatReply.CONTINUE
-        self._show_ranks()
+        self._write_heartbeat()
         try:
             for phase, progress in updates:
                 answer = self._store.heartbeat(
@@ -73,17 +73,17 @@ class Heartbeat:
         self._offset = offset
         return answer
 
-    def _show_ranks(self) -> None:
-        """Let the ranks see that this worker still supervises them."""
+    def _write_heartbeat(self) -> None:
+        """Write the file by which the ranks know that this worker still supervises them."""
         self._count += 1
         record = WorkerHeartbeat(count=self._count, lease_seconds=self._lease_seconds)
         try:
-            # Not synced: ranks read it now or never.
+            # Not synced: no rank reads it after a crash of the machine.
             temporary = partial_path(self._run.heartbeat)
             temporary.write_text(record.model_dump_json())
             temporary.replace(self._run.heartbeat)
-        except OSError as error:  # a full disk: the ranks report it better
-            log.warning("heartbeat_not_shown", job_id=self._claim.job_id, error=str(error))
+        except OSError as error:  # a full disk, which the ranks report in more detail
+            log.warning("heartbeat_not_written", job_id=self._claim.job_id, error=str(error))
 
     def _new_updates(self) -> tuple[int, list[tuple[Phase | None, ProgressDict | None]]]:
         """Return where reading ended, and the updates to send: at least one, to renew the lease.

@@ -1,4 +1,4 @@
-"""One attempt, from the start of its ranks to the end of the last of them."""
+"""One attempt, from the start of its ranks until the last one has ended."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def supervise(
     settings: JobSettings,
     timeout_seconds: float,
 ) -> RunExit | None:
-    """Run the ranks and return how they ended, or None when the job is no longer ours.
+    """Run the ranks and return how they ended, or None when another worker has the job.
 
     `beat` is called every `heartbeat_seconds`; `stopping` returns whether this worker is
     shutting down. No process of the run survives this call, even after an exception.
@@ -147,16 +147,16 @@ def supervise(
 
 
 def kill_run_processes(process: subprocess.Popen[bytes], run: RunDirectory) -> None:
-    """Kill torchrun, its ranks and their children, wherever they hang in the process tree.
+    """Kill torchrun, its ranks and their children, wherever they are in the process tree.
 
-    Ranks lead sessions of their own, so no signal to a group reaches them; and a rank that outlives
-    torchrun has no parent of ours. The mark in their environment finds them all.
+    Ranks run in sessions of their own, so no signal to a process group reaches them, and a rank that
+    outlives torchrun is no longer our descendant. The mark in their environment finds them all.
     """
     kill_all(process_tree(process))
     process.wait()
     left = processes_with_mark(str(run.path))
     if left:
-        log.warning("ranks_left", run=str(run.path), pids=[member.pid for member in left])
+        log.warning("ranks_killed", run=str(run.path), pids=[member.pid for member in left])
         kill_all(left)
 
 

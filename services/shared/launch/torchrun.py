@@ -138,7 +138,7 @@ def _bindings(kind: DeviceKind, resources: Resources) -> tuple[list[str], list[s
         return [], [f"Ranks are not bound to NUMA nodes: {obstacle}."]
     known = numa_nodes(kind)
     if not known:
-        return [], ["Ranks are not bound to NUMA nodes: the vendor's tool does not tell them."]
+        return [], ["Ranks are not bound to NUMA nodes: the vendor's tool does not report them."]
     # Local rank k may be card 4: a subset of the cards is renumbered.
     cards = resources.visible_devices or list(range(resources.ranks))
     usable = allowed_numa_nodes()

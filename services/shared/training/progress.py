@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
+from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, append_record
 from services.shared.jobs.state import Phase
 from services.shared.training.process import Position, World
@@ -74,7 +74,7 @@ class Progress:
             )
         )
 
-    def evaluation(self, metrics: dict[str, Any], *, step: int, total: int, epoch: float) -> None:
+    def evaluation(self, metrics: Evaluation, *, step: int, total: int, epoch: float) -> None:
         """Report the metrics of one evaluation."""
         self._append(
             ProgressRecord(

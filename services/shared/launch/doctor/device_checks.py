@@ -18,7 +18,7 @@ from services.shared.launch.doctor.machine import (
     warning,
 )
 
-# DTK's least driver, by the vendor's table (toolkit compatibility list, 2026).
+# The minimum driver of each DTK, from the vendor's table (toolkit compatibility list, 2026).
 _LEAST_DRIVERS = (
     ((26, 4), (6, 3, 30)),
     ((25, 4, 2), (6, 3, 16)),
@@ -82,7 +82,7 @@ def _driver(machine: Machine) -> Finding:
             ok(name, f"NVIDIA {output.split()[0]}") if output.split() else _no_output("nvidia-smi")
         )
     if machine.kind is not DeviceKind.DCU:
-        return not_applicable(name, "the crossing of driver and DTK is Hygon's")
+        return not_applicable(name, "only Hygon's driver must match a DTK")
     output = machine.run_tool(["hy-smi", "--showdriverversion"])
     found = re.search(r"Driver Version\W+(\d+\.\d+\.\d+)", output)
     dtk = machine.dtk_version()
@@ -109,7 +109,7 @@ def _no_dtk(name: str) -> Finding:
 
 
 def _runtime(machine: Machine) -> Finding:
-    """Without its directories, a DCU counts zero devices without an error."""
+    """Check the runtime's directories: without them, torch on a DCU finds no device and reports no error."""
     name = "DTK environment"
     if machine.kind is not DeviceKind.DCU:
         return not_applicable(name, "DTK is Hygon's")
@@ -123,7 +123,7 @@ def _runtime(machine: Machine) -> Finding:
     if "dtk" not in paths:
         return failed(
             name,
-            "LD_LIBRARY_PATH names nothing of DTK: importing torch fails (libgalaxyhip.so.5)",
+            "LD_LIBRARY_PATH contains no directory of DTK: importing torch fails (libgalaxyhip.so.5)",
             "source /opt/dtk/env.sh in the entrypoint (without set -u), also for health checks.",
         )
     return ok(name, "hyhal is mounted and DTK's libraries are on the path")
@@ -158,7 +158,7 @@ def _fine_grain(machine: Machine) -> Finding:
     if machine.env.get("HSA_FORCE_FINE_GRAIN_PCIE", "1") != "1":
         return warning(
             name,
-            "HSA_FORCE_FINE_GRAIN_PCIE is set to something else than 1: RCCL may hang",
+            "HSA_FORCE_FINE_GRAIN_PCIE is not 1: RCCL may hang",
             "Unset it; ranks get 1.",
         )
     return ok(name, "ranks get HSA_FORCE_FINE_GRAIN_PCIE=1")
@@ -199,7 +199,7 @@ def _debugging(machine: Machine) -> Finding:
         )
     if silenced:
         return warning(
-            name, f"log lines are hidden: {', '.join(silenced)}", "Unset while searching."
+            name, f"log lines are hidden: {', '.join(silenced)}", "Unset them while debugging."
         )
     return ok(name, "none set")
 
@@ -207,7 +207,7 @@ def _debugging(machine: Machine) -> Finding:
 def _tuning(machine: Machine) -> Finding:
     name = "collective tuning"
     if machine.kind is DeviceKind.CPU:
-        return not_applicable(name, "gloo takes none of it")
+        return not_applicable(name, "gloo has no such variables")
     preset = sorted(key for key in machine.env if key.startswith(("NCCL_", "RCCL_")))
     if machine.is_hip and preset:
         return warning(
@@ -283,7 +283,7 @@ def _iommu(machine: Machine) -> Finding:
             "the IOMMU translates: PCIe cards (K100_AI) may communicate slowly, hang or disappear",
             "Switch IOMMU and ACS off in the BIOS, or boot with iommu=pt; OAM cards are not affected.",
         )
-    return ok(name, "not in the way")
+    return ok(name, "does not slow down communication")
 
 
 def _kernel_cache(machine: Machine) -> Finding:

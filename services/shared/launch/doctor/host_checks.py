@@ -26,12 +26,12 @@ from services.shared.memory.cgroup import container_limit_bytes, host_memory_byt
 _GIB = 2**30
 # Docker gives 64 MiB by default; RCCL and NCCL take shared memory for each pair of ranks.
 _LEAST_SHARED_BYTES = _GIB
-# Listed by the vendor as the fix for failing allocations on BW cards.
+# The vendor's recommended fix for failing allocations on BW cards.
 _LEAST_MAP_COUNT = 262_144
 
 
 def check_host(machine: Machine) -> list[Finding]:
-    """Return the findings on the host that are the same for every device, or nearly."""
+    """Return the findings on the host; few depend on the kind of device."""
     return [
         _memory(machine),
         _shared_memory(machine),
@@ -94,7 +94,7 @@ def _core_dumps() -> Finding:
 def _map_count(machine: Machine) -> Finding:
     name = "memory maps"
     if not machine.is_hip:
-        return not_applicable(name, "a limit that HIP devices meet")
+        return not_applicable(name, "only HIP devices reach this limit")
     text = machine.read("proc/sys/vm/max_map_count").strip()
     if text.isdigit() and int(text) < _LEAST_MAP_COUNT:
         return warning(
@@ -129,7 +129,7 @@ def _numa(machine: Machine) -> Finding:
 
 
 def _oom_counter(machine: Machine) -> Finding:
-    """A rank killed for memory leaves no message; only these counters tell it from any other kill."""
+    """A rank killed for memory leaves no message; only these counters distinguish it from any other kill."""
     counters = OomCounters(root=machine.root)
     counters.track([os.getpid()])
     if counters.killed() is None:
@@ -138,4 +138,4 @@ def _oom_counter(machine: Machine) -> Finding:
             "neither the cgroup's oom_kill nor /proc/vmstat can be read",
             "A rank killed by the kernel will be reported as crashed; mount /sys/fs/cgroup.",
         )
-    return ok("kernel kill counter", "kills for memory can be told from other kills")
+    return ok("kernel kill counter", "out-of-memory kills can be distinguished from other kills")

@@ -1,4 +1,4 @@
-"""Checks of installed packages and their crossings: read from metadata, nothing is imported."""
+"""Checks of installed packages and their compatibility, from metadata: nothing is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPANIONS = ("torchvision", "torchaudio", "triton", "flash-attn", "xformers", 
 
 
 def check_packages(machine: Machine) -> list[Finding]:
-    """Return the findings on versions and what they mean for each other."""
+    """Return the findings on versions and their compatibility."""
     return [
         _python(),
         _torch_build(machine),
@@ -41,7 +41,7 @@ def _python() -> Finding:
 
 
 def _torch_build(machine: Machine) -> Finding:
-    """Catch the commonest accident on a DCU: pip replaced the vendor's torch by the CUDA build."""
+    """Detect the most common fault on a DCU: pip has replaced the vendor's torch by the CUDA build."""
     name, found = "torch build", machine.packages.get("torch")
     if found is None:
         return failed(name, "torch is not installed", "Install the extra `trainer` or `distiller`.")
@@ -54,7 +54,7 @@ def _torch_build(machine: Machine) -> Finding:
         )
     if machine.kind is DeviceKind.ROCM and "rocm" not in found:
         return failed(
-            name, f"torch {found} is no ROCm build", "Install torch from the ROCm wheel index."
+            name, f"torch {found} is not a ROCm build", "Install torch from the ROCm wheel index."
         )
     if machine.kind is DeviceKind.CUDA and "+cpu" in found:
         return failed(name, f"torch {found} is the CPU build", "Install torch's CUDA build.")
@@ -80,7 +80,7 @@ def _transformers(machine: Machine) -> Finding:
         return failed(name, "transformers is not installed", "Install the extra `trainer`.")
     both = f"transformers {_text(found)}, accelerate {_text(accelerate) or 'missing'}"
     if torch and torch < (2, 4) and found >= (5,):
-        return failed(name, f"{both}: transformers 5 switches torch < 2.4 off", "Use torch >= 2.5.")
+        return failed(name, f"{both}: transformers 5 disables torch < 2.4", "Use torch >= 2.5.")
     if accelerate and accelerate < (1, 1):
         return failed(name, f"{both}: accelerate is too old", "Install accelerate 1.1 or newer.")
     return ok(name, both)
@@ -153,7 +153,7 @@ def _bitsandbytes(machine: Machine) -> Finding:
             "Stillhouse's own.",
         )
     what = f"{found}, not used" if found else "not installed, nor needed"
-    return ok(name, f"{what}: adamw_8bit is Stillhouse's own, and tried below")
+    return ok(name, f"{what}: adamw_8bit is Stillhouse's own, and is checked below")
 
 
 def _deepspeed(machine: Machine) -> Finding:

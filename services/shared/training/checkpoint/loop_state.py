@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from pydantic import BaseModel
 
+from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.state import Reason
 from services.shared.model.batches import Step
@@ -27,7 +28,18 @@ class Best(BaseModel):
     step: int
     macro_f1: float
     loss: float
-    evaluation: dict[str, Any]
+    evaluation: Evaluation
+
+
+class LoopSummary(TypedDict):
+    """What a report contains about the loop, without its evaluation."""
+
+    best_step: int
+    best_epoch: float
+    stopped_early: bool
+    padding_share: float
+    real_tokens: int
+    epoch_seconds: list[float]
 
 
 class LoopState(BaseModel):
@@ -48,7 +60,7 @@ class LoopState(BaseModel):
         """Return the share of padded tokens that carried no text so far."""
         return 1 - self.real_tokens / max(1, self.padded_tokens)
 
-    def summary(self, steps_per_epoch: int) -> dict[str, Any]:
+    def summary(self, steps_per_epoch: int) -> LoopSummary:
         """Return what a report contains about the loop, without its evaluation."""
         best = self.best.step if self.best else self.step
         return {
@@ -75,7 +87,7 @@ class LoopState(BaseModel):
         self.epoch_seconds += [0.0] * (epoch + 1 - len(self.epoch_seconds))
         self.epoch_seconds[epoch] += seconds
 
-    def record_evaluation(self, found: dict[str, Any]) -> bool:
+    def record_evaluation(self, found: Evaluation) -> bool:
         """Record an evaluation; return whether it is the best so far, by macro-F1, then by loss."""
         self.evaluated_step = self.step
         key = (found["macro_f1"], -found["loss"])
