@@ -1,9 +1,11 @@
 """The model artifact: a directory that serving, distillation and plain transformers all read.
 
-    config.json, *.safetensors      the backbone, as AutoModel.from_pretrained loads it
+    config.json, *.safetensors      the backbone, as AutoModel.from_pretrained loads it, and an empty tensor
+                                    that AutoModelForSequenceClassification refuses
     classifier_heads.safetensors    <head>.weight [C, H], <head>.bias [C]
     heads.json                      HeadsFile: pooling, heads, maximum length, calibration
     tokenizer files
+    README.md                       the model card
     golden.json                     Golden: a few texts with their expected logits
     manifest.json                   Manifest, written last: sha256 of every other file and of itself
 
@@ -35,6 +37,7 @@ from services.shared.jobs.artifact_layout import GOLDEN, HEADS_FILE, HEADS_WEIGH
 from services.shared.jobs.run_directory import write_json
 from services.shared.model.calibration import Calibration
 from services.shared.model.classifier import Classifier, Pooling, wrap_backbone
+from services.shared.model.description import describe_artifact
 from services.shared.model.tokens import encode, pad
 
 # Logits of the same text differ by rounding between batch shapes, kernels and devices: bfloat16 keeps
@@ -240,7 +243,7 @@ def seal_artifact(
     calibration: Mapping[str, Calibration] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> SealedArtifact:
-    """Complete an artifact that has weights and tokenizer: write heads.json, then manifest.json.
+    """Complete an artifact that has weights and tokenizer: heads.json, model card, then manifest.json.
 
     Every file is synced to disk before the manifest is written; `extra` is added to the manifest.
     """
@@ -251,6 +254,9 @@ def seal_artifact(
         calibration=dict(calibration or {}),
     )
     write_json(directory / HEADS_FILE, heads_file)
+    describe_artifact(
+        directory, heads=heads, max_length=max_length, lineage=lineage, metrics=metrics
+    )
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST)
     for path in files:
         sync(path)

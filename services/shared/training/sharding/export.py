@@ -19,6 +19,7 @@ from torch import Tensor
 from services.shared.files.atomic_write import shared_partial_path
 from services.shared.jobs.run_directory import RunDirectory, write_json
 from services.shared.model.artifact import record_golden, save_golden, write_heads
+from services.shared.model.sequence_classification import head_parameter_name
 from services.shared.training.process import World
 from services.shared.training.sharding.safetensors_ranges import Layout, TensorWriter
 from services.shared.training.sharding.shard import DTYPES, LocalShard, Sharded
@@ -84,14 +85,19 @@ def export_weights(
     owners = _ranges(sharded, world)
     backbone = [p for p in sharded.shards if p.name.startswith(_BACKBONE)]
     files = _divide(backbone, dtype, shard_bytes)
+    # An empty tensor in the place of the head of transformers' own classifier: without it
+    # AutoModelForSequenceClassification would load the artifact with a random head; so it refuses.
+    name = head_parameter_name(sharded.classifier.config) if world.is_first else None
+    guard = [] if name is None else [name]
     if world.is_first:
         directory.mkdir(parents=True, exist_ok=True)
         _write_config(sharded.classifier, directory, dtype)
-        _write_index(files, directory)
+        _write_index(files, directory, guard)
     shards = {shard.name: shard for shard in backbone}
     for number, file in enumerate(files):
         path = directory / _file_name(number, len(files))
-        _write_file([shards[name] for name in file.names], path, dtype, owners, world)
+        empty = guard if number == 0 else []
+        _write_file([shards[name] for name in file.names], path, dtype, owners, world, empty)
     heads = {}
     for shard in sharded.shards:
         if shard.name.startswith(_HEADS):
@@ -163,10 +169,12 @@ def _write_file(
     dtype: torch.dtype,
     owners: dict[str, list[tuple[int, int]]],
     world: World,
+    empty: Sequence[str],
 ) -> None:
     writer = None
     if world.is_first:
         layout = [Layout(p.name.removeprefix(_BACKBONE), dtype, p.shape) for p in shards]
+        layout += [Layout(name, dtype, (0,)) for name in empty]
         writer = TensorWriter(path, layout, {"format": "pt"})
     try:
         for shard in shards:
@@ -174,6 +182,8 @@ def _write_file(
             if writer is not None and whole is not None:
                 writer.append(whole)
         if writer is not None:
+            for _ in empty:
+                writer.append(torch.empty(0, dtype=dtype))
             writer.close()
     except BaseException:
         if writer is not None:
@@ -189,7 +199,7 @@ def _write_config(classifier: Any, directory: Path, dtype: torch.dtype) -> None:
     config.save_pretrained(str(directory))
 
 
-def _write_index(files: list[_WeightFile], directory: Path) -> None:
+def _write_index(files: list[_WeightFile], directory: Path, guard: Sequence[str]) -> None:
     if len(files) == 1:
         return
     weight_map = {
@@ -197,6 +207,7 @@ def _write_index(files: list[_WeightFile], directory: Path) -> None:
         for number, file in enumerate(files)
         for name in file.names
     }
+    weight_map |= {name: _file_name(0, len(files)) for name in guard}
     total = sum(file.num_bytes for file in files)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(directory / "model.safetensors.index.json", index)

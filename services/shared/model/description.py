@@ -1,0 +1,125 @@
+"""What an artifact says of itself to other programs: labels and limits in their files, and a model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.shared.datasets.card import Head, HeadType
+from services.shared.files.atomic_write import write_text
+
+MODEL_CARD = "README.md"
+
+
+def classification_fields(head: Head) -> dict[str, Any]:
+    """Return the fields of a transformers configuration that describe a head."""
+    many = head.type is HeadType.MULTI_LABEL
+    return {
+        "id2label": {str(index): label for index, label in enumerate(head.labels)},
+        "label2id": {label: index for index, label in enumerate(head.labels)},
+        "problem_type": f"{'multi' if many else 'single'}_label_classification",
+    }
+
+
+def describe_artifact(
+    directory: Path,
+    *,
+    heads: Sequence[Head],
+    max_length: int | None,
+    lineage: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> None:
+    """Write labels to config.json, the length to tokenizer_config.json, and the model card.
+
+    Labels of several heads have no place in config.json: those left from a parent model are removed.
+    """
+    fields = dict.fromkeys(("id2label", "label2id", "problem_type"))
+    _update(
+        directory / "config.json",
+        classification_fields(heads[0]) if len(heads) == 1 else fields,
+    )
+    if max_length is not None:
+        _update(directory / "tokenizer_config.json", {"model_max_length": max_length})
+    card = model_card(heads=heads, max_length=max_length, lineage=lineage, metrics=metrics)
+    write_text(directory / MODEL_CARD, card)
+
+
+def model_card(
+    *,
+    heads: Sequence[Head],
+    max_length: int | None,
+    lineage: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> str:
+    """Return the model card in Markdown, with the metadata block that model hubs read."""
+    kind = "student" if lineage.get("kind") == "distill" else str(lineage.get("kind", "model"))
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-classification"]
+    lines += ["tags: [stillhouse, text-classification]", "---", "", f"# Text classifier ({kind})"]
+    lines += ["", "## Heads", "", "| head | kind | labels |", "|---|---|---|"]
+    lines += [f"| {head.name} | {head.type} | {_labels(head.labels)} |" for head in heads]
+    lines += ["", "## Lineage", ""]
+    lines += [f"- {name}: `{_plain(value)}`" for name, value in lineage.items()]
+    lines += ["", "## Metrics", "", *_metrics(metrics)]
+    lines += [
+        "",
+        "## Intended use and limits",
+        "",
+        "Assigns the labels above to texts like those of its dataset; on other kinds of text, languages "
+        "or time periods the metrics above do not hold. Probabilities are calibrated only where "
+        "`heads.json` has a calibration. Not meant as the only basis of a decision about a person.",
+    ]
+    if max_length is not None:
+        lines += [f"Texts longer than {max_length} tokens are truncated on the right."]
+    lines += [
+        "",
+        "## Licence",
+        "",
+        "The licences of the base model and of the dataset apply; this platform does not record them.",
+        "",
+        "## Loading",
+        "",
+        "`AutoModel.from_pretrained` loads the backbone. `AutoModelForSequenceClassification` refuses this "
+        "directory, since the heads are in `classifier_heads.safetensors`: use "
+        "`stillhouse models export`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _metrics(metrics: Mapping[str, Any]) -> list[str]:
+    found: Mapping[str, Any] = metrics.get("heads") or {}
+    rows = [
+        f"| {head} | {name} | {value:.4f} |"
+        for head, values in found.items()
+        for name, value in values.items()
+        if isinstance(value, float)
+    ]
+    if not rows:
+        return ["None: the dataset has no labelled test or validation texts."]
+    split = metrics.get("split", "test")
+    lines = [f"On the {split} split:", "", "| head | metric | value |", "|---|---|---|", *rows]
+    if metrics.get("baseline"):
+        lines += ["", "Baseline on the same split:", "", "```json"]
+        lines += [json.dumps(metrics["baseline"], ensure_ascii=False, indent=1), "```"]
+    return lines
+
+
+def _labels(labels: Sequence[str]) -> str:
+    shown = ", ".join(label.replace("|", "\\|").replace("\n", " ") for label in labels[:20])
+    return shown if len(labels) <= 20 else f"{shown} and {len(labels) - 20} more"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _update(path: Path, fields: Mapping[str, Any]) -> None:
+    """Set fields of a JSON file that exists; None removes one."""
+    if not path.is_file():
+        return
+    merged = json.loads(path.read_text("utf-8")) | dict(fields)
+    kept = {
+        name: value for name, value in merged.items() if name not in fields or value is not None
+    }
+    write_text(path, json.dumps(kept, ensure_ascii=False, indent=2) + "\n")

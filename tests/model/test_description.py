@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.shared.datasets.card import Head
+from services.shared.model.artifact import (
+    read_artifact,
+    save_classifier,
+    seal_artifact,
+    verify_artifact,
+)
+from services.shared.model.description import model_card
+from services.shared.model.tokens import load_tokenizer
+
+if TYPE_CHECKING:
+    from tests.model.conftest import MakeClassifier
+
+METRICS = {"split": "test", "heads": {"sentiment": {"accuracy": 0.75}}}
+
+
+def seal(
+    directory: Path, make_classifier: MakeClassifier, tokenizer_dir: Path, heads: list[Head]
+) -> Path:
+    classifier = make_classifier("qwen3")
+    save_classifier(classifier, directory)
+    shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
+    seal_artifact(
+        directory,
+        heads=heads,
+        pooling=classifier.pooling,
+        lineage={"kind": "distill", "job_id": "job_1"},
+        metrics=METRICS,
+        max_length=48,
+    )
+    return directory
+
+
+def test_a_sealed_artifact_describes_its_single_head_and_length(
+    tmp_path: Path, make_classifier: MakeClassifier, tokenizer_dir: Path, heads: list[Head]
+) -> None:
+    directory = seal(tmp_path / "model", make_classifier, tokenizer_dir, heads[:1])
+    config = json.loads((directory / "config.json").read_text())
+    assert config["id2label"] == {"0": "bad", "1": "good"}
+    assert config["label2id"] == {"bad": 0, "good": 1}
+    assert config["problem_type"] == "single_label_classification"
+    assert config["architectures"] == ["Qwen3Model"]
+    assert load_tokenizer(directory).model_max_length == 48
+    verify_artifact(read_artifact(directory))
+
+
+def test_labels_of_several_heads_are_not_in_the_config(
+    tmp_path: Path, make_classifier: MakeClassifier, tokenizer_dir: Path, heads: list[Head]
+) -> None:
+    directory = seal(tmp_path / "model", make_classifier, tokenizer_dir, heads)
+    assert "id2label" not in json.loads((directory / "config.json").read_text())
+
+
+def test_a_model_card_has_labels_lineage_and_metrics(heads: list[Head]) -> None:
+    card = model_card(heads=heads, max_length=48, lineage={"job_id": "job_1"}, metrics=METRICS)
+    assert "| sentiment | single_label | bad, good |" in card
+    assert "- job_id: `job_1`" in card
+    assert "| sentiment | accuracy | 0.7500 |" in card
+    assert "longer than 48 tokens" in card
