@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -121,6 +124,41 @@ def fetch(
         console.print(f"models fetch: {error}", markup=False)
         raise typer.Exit(1) from error
     typer.echo(directory / name)
+
+
+class ExportFormat(str, Enum):
+    """What `models export` writes."""
+
+    TRANSFORMERS = "transformers"
+    ONNX = "onnx"
+
+
+@app.command()
+def export(
+    model_id: ModelId,
+    out: Annotated[Path, typer.Option("--out", help="A new directory.")],
+    format_: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format", help="transformers: one directory a head. onnx: one output a head."
+        ),
+    ] = ExportFormat.TRANSFORMERS,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Export a model whose files this machine can read; print each head's difference in logits."""
+    with open_client(url, api_key) as client:
+        model: ModelResponse = client.get(f"/models/{model_id}")
+    if not Path(model["path"]).is_dir():
+        message = (
+            f"{model['path']} is not on this machine: run the command where the data directory is."
+        )
+        Console(stderr=True).print(message, markup=False, soft_wrap=True)
+        raise typer.Exit(1)
+    command = [sys.executable, "-m", "services.shared.model.export_formats", model["path"]]
+    command += ["--format", format_.value, "--out", str(out)]
+    if subprocess.run(command, check=False).returncode:
+        raise typer.Exit(1)
 
 
 def _scores(model: ModelResponse) -> str:

@@ -88,21 +88,23 @@ def model_card(
 
 
 def _metrics(metrics: Mapping[str, Any]) -> list[str]:
-    found: Mapping[str, Any] = metrics.get("heads") or {}
+    found: Mapping[str, dict[str, Any]] = metrics.get("heads") or {}
     rows = [
         f"| {head} | {name} | {value:.4f} |"
         for head, values in found.items()
-        for name, value in values.items()
+        for name, value in (values | _baseline(values)).items()
         if isinstance(value, float)
     ]
     if not rows:
         return ["None: the dataset has no labelled test or validation texts."]
     split = metrics.get("split", "test")
-    lines = [f"On the {split} split:", "", "| head | metric | value |", "|---|---|---|", *rows]
-    if metrics.get("baseline"):
-        lines += ["", "Baseline on the same split:", "", "```json"]
-        lines += [json.dumps(metrics["baseline"], ensure_ascii=False, indent=1), "```"]
-    return lines
+    return [f"On the {split} split:", "", "| head | metric | value |", "|---|---|---|", *rows]
+
+
+def _baseline(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of the word-count baseline, by names that tell them apart."""
+    found = values.get("baseline")
+    return {f"baseline {k}": v for k, v in found.items()} if isinstance(found, dict) else {}
 
 
 def _labels(labels: Sequence[str]) -> str:

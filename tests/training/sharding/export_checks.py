@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from services.shared.training.optim.optimizer import build_optimizer
 from services.shared.training.process import World
@@ -57,7 +57,18 @@ def compare_export(place: Path, ids: Tensor, ours: dict[str, Tensor]) -> Any:
     return {
         "difference": max(float((ours[n] - theirs[n]).abs().max()) for n in theirs),
         "size": max(float(v.abs().max()) for v in theirs.values()),
-        "missing": len(info["missing_keys"]) + len(info["unexpected_keys"]),
+        "missing": len(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "refused": refused_as_classifier(place),
         "files": len(list(place.glob("model*.safetensors"))),
         "class": type(backbone).__name__,
     }
+
+
+def refused_as_classifier(place: Path) -> bool:
+    """Return whether transformers refuses to add its own, random head."""
+    try:
+        AutoModelForSequenceClassification.from_pretrained(str(place))
+    except RuntimeError:
+        return True
+    return False

@@ -15,6 +15,8 @@ def test_automodel_gives_the_same_logits(
     found = measured("exported_model")[f"{engine} {shard_bytes}"]
     assert found["class"] == "Qwen3Model"
     assert found["missing"] == 0
+    assert found["unexpected"] == ["score.weight"]
+    assert found["refused"]
     assert found["files"] == files
     assert found["size"] > 0.1
     assert found["difference"] < 1e-5

@@ -1,0 +1,193 @@
+"""Exports an artifact for programs that know nothing of ours: transformers and ONNX.
+
+Run by `stillhouse models export` as a process of its own: `python -m services.shared.model.export_formats
+ARTIFACT --format onnx --out DIR`. What is written is loaded again and compared before it is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from services.shared.datasets.card import Head
+from services.shared.jobs.artifact_layout import GOLDEN
+from services.shared.model.artifact import (
+    Artifact,
+    Golden,
+    InvalidArtifact,
+    load_classifier,
+    read_artifact,
+    verify_artifact,
+)
+from services.shared.model.classifier import Classifier
+from services.shared.model.sequence_classification import NotExpressible, sequence_classifier
+from services.shared.model.tokens import encode, load_tokenizer, pad
+
+# Relative to 1 + the largest logit; both sides compute in float32.
+TOLERANCE = 1e-4
+ONNX_FILE = "model.onnx"
+_SAMPLES = ["a", "A somewhat longer text, with several words.", "一个短句。"]
+
+
+class ExportDiffers(ValueError):
+    """The exported model does not give the artifact's logits."""
+
+
+def export_artifact(directory: Path, *, format: str, out: Path) -> dict[str, float]:
+    """Export an artifact to the new directory `out`; return each head's largest relative difference.
+
+    Raises InvalidArtifact, NotExpressible, ExportDiffers, FileExistsError or ImportError.
+    """
+    artifact = read_artifact(directory)
+    verify_artifact(artifact)
+    classifier = load_classifier(directory, dtype=torch.float32)
+    tokenizer = load_tokenizer(directory)
+    out.mkdir(parents=True)
+    if format == "onnx":
+        return _export_onnx(artifact, classifier, tokenizer, out)
+    return {
+        head.name: _export_transformers(
+            artifact,
+            classifier,
+            tokenizer,
+            head,
+            out / head.name if len(artifact.heads) > 1 else out,
+        )
+        for head in artifact.heads
+    }
+
+
+def _export_transformers(
+    artifact: Artifact,
+    classifier: Classifier,
+    tokenizer: PreTrainedTokenizerBase,
+    head: Head,
+    out: Path,
+) -> float:
+    pad_id = tokenizer.pad_token_id
+    (sample, *_), _ = encode(_SAMPLES[:1], tokenizer, max_length=artifact.max_length)
+    if classifier.causal and sample[-1] == pad_id:
+        raise NotExpressible(
+            "texts end in the padding token, which transformers' classifier passes over"
+        )
+    model = sequence_classifier(classifier, head)
+    model.config.pad_token_id = pad_id
+    model.save_pretrained(str(out))
+    tokenizer.save_pretrained(str(out))
+    factory: Any = AutoModelForSequenceClassification
+    loaded = factory.from_pretrained(str(out), local_files_only=True).eval()
+    worst = 0.0
+    for ids, mask in _inputs(artifact, tokenizer):
+        with torch.no_grad():
+            found = loaded(input_ids=ids, attention_mask=mask).logits
+            worst = max(worst, _difference(found, classifier(ids, mask)[head.name]))
+    return _accept(worst, head.name)
+
+
+class _Outputs(nn.Module):
+    """The classifier with its heads' logits as a tuple, in their order."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        logits = self.classifier(input_ids, attention_mask)
+        return tuple(logits[head.name] for head in self.classifier.head_specs)
+
+
+def _export_onnx(
+    artifact: Artifact, classifier: Classifier, tokenizer: PreTrainedTokenizerBase, out: Path
+) -> dict[str, float]:
+    """Write model.onnx with one output a head, checked by ONNX Runtime with several shapes of batch."""
+    import onnxruntime  # an optional dependency
+
+    names = [head.name for head in artifact.heads]
+    inputs = _inputs(artifact, tokenizer)
+    axes = {0: "batch", 1: "tokens"}
+    # The exporter of TorchScript (dynamo=False) drops BERT's padding mask without a word: wrong by 0.5.
+    torch.onnx.export(
+        _Outputs(classifier).eval(),
+        inputs[-1],
+        out / ONNX_FILE,
+        input_names=["input_ids", "attention_mask"],
+        output_names=names,
+        dynamic_shapes={"input_ids": axes, "attention_mask": axes},
+        dynamo=True,
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(out / ONNX_FILE, providers=["CPUExecutionProvider"])
+    worst = dict.fromkeys(names, 0.0)
+    for ids, mask in inputs:
+        outputs = session.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        with torch.no_grad():
+            expected = classifier(ids, mask)
+        for name, found in zip(names, outputs, strict=True):
+            difference = _difference(torch.from_numpy(found), expected[name])
+            worst[name] = max(worst[name], difference)
+    tokenizer.save_pretrained(str(out))
+    labels = {head.name: {"type": str(head.type), "labels": head.labels} for head in artifact.heads}
+    text = json.dumps({"heads": labels, "max_length": artifact.max_length}, ensure_ascii=False)
+    (out / "labels.json").write_text(text + "\n", "utf-8")
+    return {name: _accept(value, name) for name, value in worst.items()}
+
+
+def _inputs(artifact: Artifact, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Tensor, Tensor]]:
+    """Return token ids and masks: a text alone, and a padded batch of the golden texts and samples."""
+    texts = list(_SAMPLES)
+    golden = artifact.directory / GOLDEN
+    if golden.exists():
+        entries = Golden.model_validate_json(golden.read_bytes()).texts
+        texts += [entry.text for entry in entries]
+    tokens, _ = encode(texts, tokenizer, max_length=artifact.max_length)
+    batches = []
+    for rows in (tokens[1:2], tokens):
+        ids, mask = pad(rows, tokenizer.pad_token_id)
+        batches.append((ids, torch.ones_like(ids) if mask is None else mask))
+    return batches
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / (1 + expected.abs().max()))
+
+
+def _accept(difference: float, head: str) -> float:
+    if not difference <= TOLERANCE:
+        raise ExportDiffers(
+            f"head {head}: the exported model's logits differ by {difference:.3g} (at most {TOLERANCE})"
+        )
+    return difference
+
+
+def main() -> None:
+    """Export, and print the differences as JSON; exit with 2 and a sentence where it is impossible."""
+    parser = argparse.ArgumentParser(prog="export_formats")
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--format", choices=("transformers", "onnx"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    try:
+        found = export_artifact(options.artifact, format=options.format, out=options.out)
+    except NotExpressible as error:
+        print(f"{error}. Use --format onnx.", file=sys.stderr)
+    except ImportError as error:
+        print(f"{error}: install stillhouse[onnx].", file=sys.stderr)
+    except FileExistsError:
+        print(f"{options.out} exists: choose a new directory.", file=sys.stderr)
+    except (InvalidArtifact, ExportDiffers, OSError) as error:
+        print(error, file=sys.stderr)
+    else:
+        print(json.dumps({"heads": found}))
+        return
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from services.shared.datasets.card import Head
+from services.shared.model.artifact import load_classifier
+from services.shared.model.export_formats import export_artifact
+from services.shared.model.sequence_classification import NotExpressible
+from tests.model.test_artifact import IDS, export
+
+if TYPE_CHECKING:
+    from tests.model.conftest import MakeClassifier
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "bert"])
+def test_each_head_is_exported_as_a_directory_that_transformers_loads(
+    kind: str,
+    tmp_path: Path,
+    make_classifier: MakeClassifier,
+    tokenizer_dir: Path,
+    heads: list[Head],
+) -> None:
+    artifact = export(tmp_path / "model", make_classifier(kind), tokenizer_dir, heads)
+    found = export_artifact(artifact, format="transformers", out=tmp_path / "out")
+    assert set(found) == {"sentiment", "topics"}
+    expected = load_classifier(artifact)(IDS)
+    for head in heads:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            str(tmp_path / "out" / head.name)
+        )
+        torch.testing.assert_close(model.eval()(IDS).logits, expected[head.name])
+        assert list(model.config.id2label.values()) == head.labels
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+@pytest.mark.parametrize("kind", ["qwen3", "bert"])
+def test_onnx_runtime_gives_the_logits_of_the_artifact(
+    kind: str,
+    tmp_path: Path,
+    make_classifier: MakeClassifier,
+    tokenizer_dir: Path,
+    heads: list[Head],
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    classifier = make_classifier(kind)
+    torch.nn.init.ones_(classifier.heads.get_parameter("sentiment.bias"))
+    artifact = export(tmp_path / "model", classifier, tokenizer_dir, heads)
+    found = export_artifact(artifact, format="onnx", out=tmp_path / "out")
+    assert max(found.values()) < 1e-5
+    session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
+    ids = IDS.repeat(3, 1)  # a batch size that the exporter did not see
+    feed = {"input_ids": ids.numpy(), "attention_mask": torch.ones_like(ids).numpy()}
+    (logits,) = session.run(["sentiment"], feed)
+    torch.testing.assert_close(torch.from_numpy(logits), classifier(ids)["sentiment"].detach())
+    assert json.loads((tmp_path / "out" / "labels.json").read_text())["max_length"] == 16
+
+
+def test_a_decoder_with_a_bias_is_not_exported_to_transformers(
+    tmp_path: Path, make_classifier: MakeClassifier, tokenizer_dir: Path, heads: list[Head]
+) -> None:
+    classifier = make_classifier("qwen3")
+    torch.nn.init.ones_(classifier.heads.get_parameter("sentiment.bias"))
+    artifact = export(tmp_path / "model", classifier, tokenizer_dir, heads)
+    with pytest.raises(NotExpressible, match="no bias"):
+        export_artifact(artifact, format="transformers", out=tmp_path / "out")
