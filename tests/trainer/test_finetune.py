@@ -62,6 +62,14 @@ def test_a_teacher_learns_the_sentiment_words(finished: RunDirectory) -> None:
     assert evaluation["heads"]["sentiment"]["accuracy"] > 0.9
 
 
+def test_each_head_is_compared_with_n_gram_counts(finished: RunDirectory) -> None:
+    for metrics in report_of(finished).evaluation["heads"].values():
+        baseline = metrics["baseline"]
+        assert baseline["accuracy_interval"]["low"] <= baseline["accuracy"]
+        assert baseline["accuracy"] <= baseline["accuracy_interval"]["high"]
+        assert baseline["training_texts"] > 0
+
+
 def test_every_epoch_is_evaluated_and_reported(finished: RunDirectory) -> None:
     evaluated = [(r.epoch, r.evaluation) for r in progress_of(finished) if r.evaluation is not None]
     assert [epoch for epoch, _ in evaluated] == [1.0, 2.0, 3.0]
