@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from enum import Enum
@@ -143,11 +144,12 @@ def export(
             "--format", help="transformers: one directory a head. onnx: one output a head."
         ),
     ] = ExportFormat.TRANSFORMERS,
+    as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
     """Export a model whose files this machine can read; print each head's difference in logits."""
-    with open_client(url, api_key) as client:
+    with open_client(url, api_key, as_json=as_json) as client:
         model: ModelResponse = client.get(f"/models/{model_id}")
     if not Path(model["path"]).is_dir():
         message = (
@@ -157,8 +159,15 @@ def export(
         raise typer.Exit(1)
     command = [sys.executable, "-m", "services.shared.model.export_formats", model["path"]]
     command += ["--format", format_.value, "--out", str(out)]
-    if subprocess.run(command, check=False).returncode:
+    completed = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    if completed.returncode:
         raise typer.Exit(1)
+    found = json.loads(completed.stdout.splitlines()[-1])
+    if as_json:
+        print_json(found)
+        return
+    for head, difference in found["heads"].items():
+        Console(highlight=False).print(f"{head}: logits differ by at most {difference:.1e}.")
 
 
 def _scores(model: ModelResponse) -> str:
