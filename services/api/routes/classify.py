@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypedDict
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -115,25 +115,34 @@ async def classify(
     return prediction_response(content, predictions)
 
 
-def _classified(index: int, prediction: Prediction) -> dict[str, Any]:
+class _HeadResult(TypedDict, total=False):
+    """A `ClassifyHead`; `predicted` is absent for a single-label head."""
+
+    label: str
+    probs: list[float]
+    labels: list[str]
+    num_classes: int
+    predicted: list[str]
+
+
+def _classified(index: int, prediction: Prediction) -> dict[str, object]:
     heads = {name: _classified_head(scores) for name, scores in prediction.scores.items()}
     first = next(iter(heads.values()))
-    plain = ("label", "probs", "num_classes", "predicted")
-    answer = {"index": index, **{k: first[k] for k in plain if k in first}}
+    plain = {"label", "probs", "num_classes", "predicted"}
+    fields: dict[str, object] = {name: value for name, value in first.items() if name in plain}
+    answer = {"index": index, **fields}
     return {**answer, "heads": heads} if len(heads) > 1 else answer
 
 
-def _classified_head(scores: list[Score]) -> dict[str, Any]:
+def _classified_head(scores: list[Score]) -> _HeadResult:
     in_order = sorted(scores, key=lambda score: score.label)  # labels are sorted: class order
     is_multi_label = scores[0].predicted is not None
-    return {
+    result: _HeadResult = {
         "label": scores[0].label,
         "probs": [score.score for score in in_order],
         "labels": [score.label for score in in_order],
         "num_classes": len(scores),
-        **(
-            {"predicted": [score.label for score in scores if score.predicted]}
-            if is_multi_label
-            else {}
-        ),
     }
+    if is_multi_label:
+        result["predicted"] = [score.label for score in scores if score.predicted]
+    return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypedDict
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -146,23 +146,34 @@ def _texts(inputs: str | Sequence[str | list[str]]) -> list[str]:
     return [text if isinstance(text, str) else text[0] for text in inputs]
 
 
-def _by_head(prediction: Prediction, body: PredictRequest) -> dict[str, list[dict[str, Any]]]:
+class _Scored(TypedDict, total=False):
+    """A `LabelScore`; `predicted` is absent for a single-label head."""
+
+    label: str
+    score: float
+    predicted: bool
+
+
+def _by_head(prediction: Prediction, body: PredictRequest) -> dict[str, list[_Scored]]:
     return {
         name: [_scored(score, body) for score in prediction.scores[name][: body.top_k]]
         for name in select_heads(prediction.scores, body.heads)
     }
 
 
-def _scored(score: Score, body: PredictRequest) -> dict[str, Any]:
-    answer = {"label": score.label, "score": score.logit if body.raw_scores else score.score}
+def _scored(score: Score, body: PredictRequest) -> _Scored:
+    answer: _Scored = {
+        "label": score.label,
+        "score": score.logit if body.raw_scores else score.score,
+    }
     if score.predicted is None:
         return answer
-    if body.threshold is None:
-        return answer | {"predicted": score.predicted}
-    return answer | {"predicted": score.score > body.threshold}
+    threshold = body.threshold
+    answer["predicted"] = score.predicted if threshold is None else score.score > threshold
+    return answer
 
 
-def _detail(predictions: Sequence[Prediction], body: PredictRequest) -> dict[str, Any]:
+def _detail(predictions: Sequence[Prediction], body: PredictRequest) -> dict[str, object]:
     data = []
     for index, prediction in enumerate(predictions):
         heads = {

@@ -192,7 +192,7 @@ def read_run_input(run: RunDirectory) -> RunInput:
 def join(run: RunDirectory, *, device: str, seed: int) -> World:
     """Join the process group that torchrun describes in the environment.
 
-    `device` is the kind asked for; "cpu" keeps the rank off any accelerator.
+    `device` is the requested kind; "cpu" keeps the rank off any accelerator.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     use_accelerator = device != "cpu" and torch.cuda.is_available()
@@ -200,7 +200,7 @@ def join(run: RunDirectory, *, device: str, seed: int) -> World:
         raise RunFailed(
             Reason.BAD_SPEC,
             f"resources.device is {device!r}, but torch {torch.__version__} sees no accelerator here; "
-            'check the driver and the torch build (`stillhouse doctor`), or ask for "cpu"',
+            'check the driver and the torch build (`stillhouse doctor`), or request "cpu"',
         )
     make_deterministic(seed)
     if use_accelerator:
@@ -221,7 +221,7 @@ def leave() -> NoReturn:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: torch's native threads now and then abort the interpreter's shutdown ("terminate
+    # Not sys.exit: torch's native threads occasionally abort the interpreter's shutdown ("terminate
     # called without an active exception", torch 2.13 with gloo, one run in ten), and torchrun would
     # take that for a failed job. Everything is on disk already.
     os._exit(0)
@@ -238,7 +238,7 @@ def make_deterministic(seed: int) -> None:
 
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch for one step of one rank, so that dropout needs no state to resume from."""
-    # Odd multipliers keep neighbouring (step, rank) pairs apart; the seed is mixed by the generator.
+    # Odd multipliers give neighbouring (step, rank) pairs different seeds; the seed is mixed by the generator.
     torch.manual_seed((seed * 1_000_003 + step * 8_191 + rank) % 2**63)
 
 
@@ -300,7 +300,7 @@ def describe_failure(error: BaseException, *, rank: int, position: Position) -> 
     )
 
 
-# What torch's CPU allocator and the C++ library say when malloc or mmap fails (c10/core/impl/
+# Messages of torch's CPU allocator and the C++ library when malloc or mmap fails (c10/core/impl/
 # alloc_cpu.cpp; std::bad_alloc's what()).
 _HOST_MEMORY = re.compile(
     r"DefaultCPUAllocator|std::bad_alloc|Cannot allocate memory|can't allocate memory"

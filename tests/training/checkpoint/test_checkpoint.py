@@ -37,7 +37,7 @@ def test_another_layout_reads_what_two_ranks_saved(
         ("bits", "rank-00001.safetensors is damaged"),
         ("short", "rank-00001.safetensors has"),
         ("missing", "rank-00001.safetensors"),
-        ("optimizer", "saved with optimizer adamw, the job asks for sgd"),
+        ("optimizer", "saved with optimizer adamw, the job uses sgd"),
         ("model", "is of another model"),
     ],
 )

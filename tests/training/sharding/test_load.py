@@ -29,7 +29,7 @@ def test_loading_takes_no_more_of_the_host_than_a_chunk_beyond_the_shards(
         ("pickled", "convert them to safetensors"),
         ("none", "no model.safetensors"),
         ("cut", "is truncated"),
-        ("shape", "the model wants [63, 33]"),
+        ("shape", "the model expects [63, 33]"),
         ("missing", "hold no tensor for parameter 'layers.2.self_attn.q_proj.weight'"),
     ],
 )

@@ -156,7 +156,7 @@ def restore(path: Path, sharded: Sharded, optimizer: Optimizer | None) -> Checkp
     if optimizer is not None and saved.optimizer != sharded.recipe.optimizer:
         raise RunFailed(
             Reason.BAD_CHECKPOINT,
-            f"{path} was saved with optimizer {saved.optimizer}, the job asks for "
+            f"{path} was saved with optimizer {saved.optimizer}, the job uses "
             f"{sharded.recipe.optimizer}",
         )
     try:

@@ -118,7 +118,7 @@ def trace_on_ranks(requests: Sequence[TraceRequest]) -> list[Trace]:
     found = []
     for request in requests:
         if request.ranks != size:
-            raise ValueError(f"{size} ranks run, the request wants {request.ranks}")
+            raise ValueError(f"{size} ranks run, the request needs {request.ranks}")
         found.append(_trace(request, world, prepare=lambda sharded: initialise(sharded, seed=0)))
     return found
 

@@ -208,10 +208,10 @@ class _ShardOptimizer:
     """The interface that FSDP1 calls: `step` with the gradient set, then `zero_grad`."""
 
     def __init__(self, owner: Fsdp1BackwardOptimizer, shard: LocalShard) -> None:
-        self._owner, self._piece = owner, shard
+        self._owner, self._shard = owner, shard
 
     def step(self) -> None:
-        self._owner.apply(self._piece)
+        self._owner.apply(self._shard)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Keep the gradient: `apply` has freed it, or the last micro-batch still needs it."""

@@ -23,7 +23,7 @@ from services.shared.training.process import RunFailed, fail_with
 from services.shared.training.sharding.safetensors_ranges import TensorFile
 from services.shared.training.sharding.shard import LocalShard, Sharded, plain_name
 
-# 4 Mi elements: 16 MiB of float32, and 64 MiB for a moment while they are summed.
+# 4 Mi elements: 16 MiB of float32, and 64 MiB temporarily while they are summed.
 CHUNK_ELEMENTS = 4 * 2**20
 _HEADS = "heads."
 _PROJECTIONS = "projections."
@@ -162,7 +162,7 @@ def _fill_linears(
             if tuple(values[shard.name].shape) != shard.shape:
                 raise RunFailed(
                     Reason.BAD_MODEL,
-                    f"{shard.name} has shape {list(values[shard.name].shape)}, the model wants "
+                    f"{shard.name} has shape {list(values[shard.name].shape)}, the model expects "
                     f"{list(shard.shape)}",
                 )
             whole = values[shard.name].reshape(-1)
@@ -204,7 +204,7 @@ def _indexed_files(index: Path) -> list[str]:
 def _key(name: str, where: dict[str, TensorFile], *, prefix: str) -> str:
     """Return under which key the files hold a backbone parameter."""
     forms = [name]
-    # Checkpoints older than transformers 4 name the norms of BERT's kin so.
+    # Checkpoints older than transformers 4 use these names for the norms of BERT-like models.
     for new, old in (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")):
         if name.endswith(new):
             forms.append(name.removesuffix(new) + old)
@@ -226,7 +226,7 @@ def _fill_from_file(shard: LocalShard, file: TensorFile, key: str, sums: Checksu
     if shape != shard.shape:
         raise ValueError(
             f"{file.path.name}: tensor {key!r} has shape {list(shape)}, "
-            f"the model wants {list(shard.shape)}"
+            f"the model expects {list(shard.shape)}"
         )
     for at in range(shard.start, max(shard.stop, shard.start + 1), CHUNK_ELEMENTS):
         stop = min(at + CHUNK_ELEMENTS, shard.stop)
