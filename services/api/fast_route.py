@@ -150,7 +150,7 @@ def _is_json(media_type: str) -> bool:
     return kind.startswith("application/") and (kind.endswith("/json") or kind.endswith("+json"))
 
 
-def _check_counts(value: dict[str, Any], max_items: int) -> None:
+def _check_counts(value: dict[str, object], max_items: int) -> None:
     if len(value) > MAX_FIELDS:
         raise invalid_field(
             "body", f"has {len(value)} fields; no request has more than {MAX_FIELDS}"

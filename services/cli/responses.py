@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import TypedDict
 
 
 class HeadResponse(TypedDict):
@@ -33,10 +33,25 @@ class ProgressResponse(TypedDict, total=False):
     loss: float | None
 
 
+class BaselineResponse(TypedDict):
+    """The metrics of the baseline of one head."""
+
+    accuracy: float
+    macro_f1: float
+
+
+class HeadMetricsResponse(TypedDict, total=False):
+    """The metrics of one head."""
+
+    accuracy: float
+    macro_f1: float
+    baseline: BaselineResponse
+
+
 class MetricsResponse(TypedDict, total=False):
     """An evaluation: the metrics of each head by name."""
 
-    heads: dict[str, dict[str, Any]]
+    heads: dict[str, HeadMetricsResponse]
 
 
 class AlternativeResponse(TypedDict, total=False):

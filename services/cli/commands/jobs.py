@@ -158,9 +158,9 @@ def _read_json(path: Path) -> Any:
         raise CommandFailed(f"{path} is not valid JSON: {error}") from error
 
 
-def parse_assignments(texts: list[str] | None) -> dict[str, Any]:
+def parse_assignments(texts: list[str] | None) -> dict[str, object]:
     """Parse `name=value`; a value that is not JSON is a string. Raises ValueError."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for text in texts or []:
         name, sign, value = text.partition("=")
         if not sign or not name:

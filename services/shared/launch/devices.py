@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 
 class DeviceKind(str, Enum):
@@ -80,7 +79,7 @@ def parse_numa_topology(text: str) -> dict[int, int]:
     return nodes
 
 
-def first_json_object(text: str) -> dict[str, Any]:
+def first_json_object(text: str) -> dict[str, object]:
     """Return the first JSON object in a tool's output, or {}; warnings may precede it."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     decoder = json.JSONDecoder()
