@@ -61,10 +61,11 @@ def publish(
     evaluation, calibration = _evaluate(task, sharded, data, world, state)
     with fail_with(Reason.BAD_DATA):
         labelled = read_rows(task.dataset_dir, Split.TRAIN, data.heads)
-        if world.is_first and evaluation:
-            held_out = read_rows(task.dataset_dir, Split(evaluation["split"]), data.heads)
-            seed = task.spec.training.seed
-            add_baseline(evaluation, data.heads, train=labelled, held_out=held_out, seed=seed)
+        split = Split(evaluation["split"]) if evaluation else Split.TRAIN
+        held_out = read_rows(task.dataset_dir, split, data.heads)
+    if world.is_first and evaluation:
+        seed = task.spec.training.seed
+        add_baseline(evaluation, data.heads, train=labelled, held_out=held_out, seed=seed)
     max_length = task.spec.training.max_length
     staging_dir = export_artifact(
         run, sharded, data.tokenizer, labelled.texts, world, max_length=max_length

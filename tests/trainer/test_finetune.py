@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Split
 from services.shared.datasets.stored_card import read_card
+from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.run_directory import (
     MemoryRecord,
     ProgressRecord,
@@ -167,6 +168,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(finished.export, broken)
+    (broken / MANIFEST).unlink()  # as a directory that was not made here: its hashes are not known
     weights = load_file(broken / "model.safetensors")
     weights["norm.weight"][0] = math.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})

