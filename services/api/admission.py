@@ -6,7 +6,7 @@ from pathlib import Path
 
 from services.api.settings import ApiSettings
 from services.shared.jobs.db.store import Store
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.paths import resolve_model
 from services.shared.jobs.planning.model_shapes import read_heads
 from services.shared.jobs.planning.spec_to_plan import plan_resolved
@@ -26,7 +26,7 @@ class Admission:
     ) -> ResolvedSpec:
         """Return the spec with everything it refers to; `chained` is its teacher in a chain.
 
-        Raises InvalidInput naming the field.
+        Raises InvalidRequest naming the field.
         """
         check_directories(spec, settings=self._settings)
         resolved = self._store.resolve(spec, chained=chained)
@@ -34,12 +34,12 @@ class Admission:
         return resolved
 
     def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
-        """Return what to store with the job. Raises InvalidInput, and DoesNotFit with the plan."""
+        """Return what to store with the job. Raises InvalidRequest, and DoesNotFit with the plan."""
         return plan_resolved(resolved, self._settings)
 
 
 def check_directories(spec: TeacherSpec | DistillSpec, *, settings: ApiSettings) -> None:
-    """Check the model directories that a spec names. Raises InvalidInput naming the field."""
+    """Check the model directories that a spec names. Raises InvalidRequest naming the field."""
     for field, path in _paths(spec).items():
         model_directory(path, settings=settings, field=field)
 
@@ -66,17 +66,17 @@ def _paths(spec: TeacherSpec | DistillSpec) -> dict[str, str]:
 def model_directory(path: str, *, settings: ApiSettings, field: str) -> Path:
     """Return the directory that a spec names, below a model root and with safetensors weights.
 
-    Raises InvalidInput naming the field.
+    Raises InvalidRequest naming the field.
     """
     try:
         directory = resolve_model(path, roots=settings.model_roots, field=field)
     except (OSError, RuntimeError) as error:  # name too long, symlink loop
-        raise InvalidInput(f"{field}: not a valid directory path", field=field) from error
+        raise InvalidRequest(f"{field}: not a valid directory path", field=field) from error
     _reject_escaping_links(directory, settings=settings, field=field)
     if not (directory / "config.json").is_file():
-        raise InvalidInput(f"{field}: {path!r} has no config.json", field=field)
+        raise InvalidRequest(f"{field}: {path!r} has no config.json", field=field)
     if not any(directory.glob("*.safetensors")):
-        raise InvalidInput(
+        raise InvalidRequest(
             f"{field}: {path!r} has no *.safetensors files; other weight formats are not supported",
             field=field,
         )
@@ -94,4 +94,4 @@ def _reject_escaping_links(directory: Path, *, settings: ApiSettings, field: str
             message = (
                 f"{field}: {path.name[:100]!r} is a symlink that leads outside the model roots"
             )
-            raise InvalidInput(message, field=field)
+            raise InvalidRequest(message, field=field)

@@ -55,11 +55,11 @@ class Admission(Protocol):
     def resolve(
         self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
     ) -> ResolvedSpec:
-        """Look up everything a spec refers to; `chained` is its teacher in a chain. Raises InvalidInput."""
+        """Look up everything a spec refers to; `chained` is its teacher in a chain. Raises InvalidRequest."""
         ...
 
     def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
-        """Return what to store with the job. Raises InvalidInput, and DoesNotFit with the plan."""
+        """Return what to store with the job. Raises InvalidRequest, and DoesNotFit with the plan."""
         ...
 
 

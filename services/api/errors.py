@@ -34,7 +34,7 @@ from services.shared.jobs.errors import (
     Conflict,
     DoesNotFit,
     GateNotPassed,
-    InvalidInput,
+    InvalidRequest,
     InvalidTransition,
     NotFound,
     StillhouseError,
@@ -99,9 +99,9 @@ def _from_stillhouse(error: Exception) -> ProblemError:
     match error:
         case NotFound():
             return ProblemError("not-found", str(error))
-        case InvalidInput(field=str(field)):
+        case InvalidRequest(field=str(field)):
             return invalid_field(field, str(error))
-        case InvalidInput():
+        case InvalidRequest():
             return ProblemError("invalid-request", str(error))
         case DoesNotFit():
             errors = [] if error.field is None else [field_error(error.field, str(error))]

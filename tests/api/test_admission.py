@@ -8,7 +8,7 @@ import pytest
 
 from services.api.admission import check_directories
 from services.api.settings import ApiSettings
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 
 
@@ -58,7 +58,7 @@ def test_a_model_below_a_root_is_admitted_by_either_path(
 def test_a_path_outside_the_roots_is_rejected(settings: ApiSettings, roots: Path) -> None:
     (roots / "link").symlink_to(roots.parent / "outside")
     for path in ("../outside", str(roots.parent / "outside"), "link", "/etc", "/", "", ".."):
-        with pytest.raises(InvalidInput) as refused:
+        with pytest.raises(InvalidRequest) as refused:
             check_directories(teacher(path), settings=settings)
         assert refused.value.field == "model.path"
 
@@ -67,7 +67,7 @@ def test_an_invalid_path_is_rejected(settings: ApiSettings, roots: Path) -> None
     (roots / "a").symlink_to(roots / "b")
     (roots / "b").symlink_to(roots / "a")
     for path in ("none", "qwen/config.json", "x" * 5000, "a", "qwen\x00"):
-        with pytest.raises(InvalidInput) as refused:
+        with pytest.raises(InvalidRequest) as refused:
             check_directories(teacher(path), settings=settings)
         assert refused.value.field == "model.path"
 
@@ -83,7 +83,7 @@ def test_a_directory_without_config_or_safetensors_is_rejected(
     settings: ApiSettings, roots: Path, files: tuple[str, ...], missing: str
 ) -> None:
     make_model(roots / "odd", *files)
-    with pytest.raises(InvalidInput, match=missing):
+    with pytest.raises(InvalidRequest, match=missing):
         check_directories(teacher("odd"), settings=settings)
 
 
@@ -94,7 +94,7 @@ def test_a_symlink_that_leads_outside_the_roots_is_rejected(
     (roots.parent / "secret").write_text("{}")
     (roots / "qwen" / name).unlink(missing_ok=True)
     (roots / "qwen" / name).symlink_to(roots.parent / "secret")
-    with pytest.raises(InvalidInput, match=f"{name}.* leads outside the model roots") as refused:
+    with pytest.raises(InvalidRequest, match=f"{name}.* leads outside the model roots") as refused:
         check_directories(teacher("qwen"), settings=settings)
     assert refused.value.field == "model.path"
 
@@ -108,7 +108,7 @@ def test_symlinks_within_a_root_are_followed(settings: ApiSettings, roots: Path)
 
 def test_a_symlink_loop_is_rejected(settings: ApiSettings, roots: Path) -> None:
     (roots / "qwen" / "vocab.json").symlink_to(roots / "qwen" / "vocab.json")
-    with pytest.raises(InvalidInput, match=r"vocab\.json"):
+    with pytest.raises(InvalidRequest, match=r"vocab\.json"):
         check_directories(teacher("qwen"), settings=settings)
 
 
@@ -117,12 +117,12 @@ def test_the_invalid_one_of_two_paths_is_named(settings: ApiSettings) -> None:
         (distill("none", "qwen"), "teacher.path"),
         (distill("qwen", "none"), "student.path"),
     ]:
-        with pytest.raises(InvalidInput) as refused:
+        with pytest.raises(InvalidRequest) as refused:
             check_directories(spec, settings=settings)
         assert refused.value.field == field
 
 
 def test_without_any_root_no_path_is_admitted(tmp_path: Path) -> None:
     settings = ApiSettings(database_url="x", broker_url="x", data_dir=tmp_path)
-    with pytest.raises(InvalidInput, match="STILLHOUSE_MODEL_ROOTS"):
+    with pytest.raises(InvalidRequest, match="STILLHOUSE_MODEL_ROOTS"):
         check_directories(teacher("/"), settings=settings)

@@ -217,8 +217,8 @@ def test_an_unexpected_exception_reveals_no_internals(
 def test_every_shared_error_maps_to_a_problem() -> None:
     samples = {
         shared.NotFound("job", "job_1"): "not-found",
-        shared.InvalidInput("no", field="name"): "invalid-request",
-        shared.InvalidInput("no"): "invalid-request",
+        shared.InvalidRequest("no", field="name"): "invalid-request",
+        shared.InvalidRequest("no"): "invalid-request",
         shared.Conflict("no"): "conflict",
         shared.InvalidTransition("job_1", "failed", "queued"): "invalid-transition",
         shared.GateNotPassed("mdl_1", "no"): "gate-not-passed",

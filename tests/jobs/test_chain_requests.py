@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.shared.datasets.card import Head
-from services.shared.jobs.errors import DoesNotFit, InvalidInput, prefix_field
+from services.shared.jobs.errors import DoesNotFit, InvalidRequest, prefix_field
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.resolved_spec import ResolvedTeacher
 from services.shared.jobs.spec import ChainSpec, Recipe
@@ -106,10 +106,10 @@ def test_a_key_covers_the_pair(driver: StoreDriver, at_once: AtOnce) -> None:
 
 def test_a_key_that_a_chain_has_used_is_refused_for_anything_else(driver: StoreDriver) -> None:
     driver.create_chain(_chain(driver), idempotency_key="k")
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         driver.create_chain(_chain(driver, name="b"), idempotency_key="k")
     assert refused.value.field == "Idempotency-Key"
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         driver.create_job(driver.teacher_spec(), idempotency_key="k")
     assert refused.value.field == "Idempotency-Key"
 
@@ -127,7 +127,7 @@ def test_a_key_that_a_chain_has_used_is_refused_for_anything_else(driver: StoreD
 def test_a_missing_reference_of_one_part_is_named_and_neither_is_stored(
     driver: StoreDriver, teacher: dict[str, Any], distill: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(InvalidInput, match=f"^{field}: ") as refused:
+    with pytest.raises(InvalidRequest, match=f"^{field}: ") as refused:
         driver.create_chain(_chain(driver, teacher=teacher, **distill))
     assert refused.value.field == field
     assert driver.store.list_jobs().items == []
@@ -135,7 +135,7 @@ def test_a_missing_reference_of_one_part_is_named_and_neither_is_stored(
 
 def test_heads_that_differ_are_refused_with_both_lists(driver: StoreDriver) -> None:
     other = driver.add_dataset(heads=(OTHER_LABELS,))
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         driver.create_chain(_chain(driver, dataset_id=other))
     assert str(refused.value) == (
         "distill.heads: teacher and student heads differ: the teacher has "

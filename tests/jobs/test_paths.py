@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.paths import latest_checkpoints, resolve_model
 from services.shared.jobs.settings import JobSettings
 
@@ -44,13 +44,13 @@ def test_an_absolute_path_inside_a_root_is_accepted(roots: list[Path]) -> None:
 def test_a_path_outside_the_roots_or_without_a_directory_is_refused(
     roots: list[Path], path: str
 ) -> None:
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         resolve_model(path, roots=roots, field="student.path")
     assert refused.value.field == "student.path"
 
 
 def test_without_roots_no_path_is_accepted(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="STILLHOUSE_MODEL_ROOTS"):
+    with pytest.raises(InvalidRequest, match="STILLHOUSE_MODEL_ROOTS"):
         resolve_model(str(tmp_path), roots=[], field="model.path")
 
 

@@ -113,7 +113,7 @@ def _check_promotes(spec: object, request: Request) -> None:
 
 
 def _plan_chain(chain: ChainSpec, admission: Admission) -> tuple[PlannedSpec, PlannedSpec]:
-    """Return what is stored with the two jobs. Raises InvalidInput, DoesNotFit naming the part."""
+    """Return what is stored with the two jobs. Raises InvalidRequest, DoesNotFit naming the part."""
     with prefix_field("teacher"):
         teacher = admission.plan(admission.resolve(chain.teacher_spec()))
     with prefix_field("distill"):

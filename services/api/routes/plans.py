@@ -13,7 +13,7 @@ from services.api.openapi import problems
 from services.api.routes.jobs import RequestBody
 from services.shared.jobs.document_schema import StoredDocument
 from services.shared.jobs.documents import JobPlanDict
-from services.shared.jobs.errors import DoesNotFit, InvalidInput, prefix_field
+from services.shared.jobs.errors import DoesNotFit, InvalidRequest, prefix_field
 from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.spec import ChainSpec
 
@@ -56,7 +56,7 @@ def _plan(resolved: ResolvedSpec, admission: Admission) -> JobPlanDict:
     if planned.plan is None:
         unplanned = planned.unplanned
         assert unplanned is not None
-        raise InvalidInput(
+        raise InvalidRequest(
             f"{unplanned.field}: nothing can be planned: {unplanned.why}", field=unplanned.field
         )
     return planned.plan

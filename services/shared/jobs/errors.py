@@ -2,7 +2,7 @@
 
     StillhouseError
     ├── NotFound            no such dataset, job, model
-    ├── InvalidInput        the request contradicts itself or what is stored
+    ├── InvalidRequest        the request contradicts itself or what is stored
     ├── Conflict            the resource is not in the state that the request needs
     │   ├── InvalidTransition
     │   └── GateNotPassed
@@ -33,7 +33,7 @@ class NotFound(StillhouseError):
         self.id = id
 
 
-class InvalidInput(StillhouseError):
+class InvalidRequest(StillhouseError):
     """A well-formed request that contradicts itself or what is stored."""
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -78,14 +78,14 @@ class Unavailable(StillhouseError):
 
 @contextmanager
 def prefix_field(part: str | None) -> Iterator[None]:
-    """Prefix the field of InvalidInput and DoesNotFit with the part of the request, if there is one."""
+    """Prefix the field of InvalidRequest and DoesNotFit with the part of the request, if there is one."""
     try:
         yield
-    except (InvalidInput, DoesNotFit) as error:
+    except (InvalidRequest, DoesNotFit) as error:
         if part is None:
             raise
         if isinstance(error, DoesNotFit):
             raise DoesNotFit(f"{part}: {error}", error.plan, field=part) from error
         field = part if error.field is None else f"{part}.{error.field}"
         problem = str(error).removeprefix(f"{error.field}: ")
-        raise InvalidInput(f"{field}: {problem}", field=field) from error
+        raise InvalidRequest(f"{field}: {problem}", field=field) from error

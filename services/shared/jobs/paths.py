@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.run_directory import COMPLETE, RunDirectory
 from services.shared.jobs.settings import JobSettings
 
@@ -13,7 +13,7 @@ def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
     """Return the real directory that a spec's model path names, below one of the model roots.
 
     A relative path is tried below each root in turn. Links are resolved before the comparison, so
-    neither `..` nor a link leads outside. Raises InvalidInput naming the field.
+    neither `..` nor a link leads outside. Raises InvalidRequest naming the field.
     """
     real_roots = [root.resolve() for root in roots]
     for root in real_roots:
@@ -21,7 +21,7 @@ def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
         if candidate and any(candidate.is_relative_to(real) for real in real_roots):
             return candidate
     where = ", ".join(str(root) for root in roots) or "none is set (STILLHOUSE_MODEL_ROOTS)"
-    raise InvalidInput(
+    raise InvalidRequest(
         f"{field}: there is no directory {path[:200]!r} below the model roots of this server ({where})",
         field=field,
     )

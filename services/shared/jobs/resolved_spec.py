@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.shared.datasets.card import Head, heads_difference
 from services.shared.jobs.documents import JobPlanDict
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.paths import resolve_model
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, ModelSource, Recipe, TeacherSpec
@@ -96,7 +96,7 @@ def resolve_directories(
 ) -> ResolvedSpec:
     """Return the spec with its directories.
 
-    `chained` is the teacher of a chain, whose job is not stored yet. Raises InvalidInput for a path
+    `chained` is the teacher of a chain, whose job is not stored yet. Raises InvalidRequest for a path
     that is not below a model root. Whether the directories of datasets and models exist is not
     checked.
     """
@@ -119,10 +119,10 @@ def resolve_directories(
 
 
 def check_same_heads(student: Sequence[Head], teacher: Sequence[Head]) -> None:
-    """Raise InvalidInput with both lists unless the teacher has every head of the student."""
+    """Raise InvalidRequest with both lists unless the teacher has every head of the student."""
     difference = heads_difference(student, teacher)
     if difference is not None:
-        raise InvalidInput(f"heads: {difference}", field="heads")
+        raise InvalidRequest(f"heads: {difference}", field="heads")
 
 
 def _teacher(

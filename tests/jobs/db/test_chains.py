@@ -9,7 +9,7 @@ import pytest
 
 from services.shared.datasets.card import Head
 from services.shared.jobs.documents import RecipeFields
-from services.shared.jobs.errors import InvalidInput, InvalidTransition
+from services.shared.jobs.errors import InvalidRequest, InvalidTransition
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.resolved_spec import ResolvedTeacher
 from services.shared.jobs.run_directory import RunDirectory
@@ -51,7 +51,7 @@ def test_a_child_of_a_finished_teacher_is_queued_at_once(driver: StoreDriver) ->
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
 def test_a_teacher_that_has_failed_is_refused(driver: StoreDriver, state: JobState) -> None:
     parent = driver.in_state(state)
-    with pytest.raises(InvalidInput, match=f"is {state} and made no model"):
+    with pytest.raises(InvalidRequest, match=f"is {state} and made no model"):
         _child(driver, parent)
 
 
@@ -112,7 +112,7 @@ def test_no_child_is_left_waiting_when_its_teacher_ends_meanwhile(
 def test_a_teacher_with_other_labels_is_refused(driver: StoreDriver) -> None:
     other = driver.add_dataset(heads=(Head(name="sentiment", labels=["bad", "good"]),))
     teacher = driver.queued(dataset_id=other)
-    with pytest.raises(InvalidInput, match=r"has .*\(.*: bad, good\); .* has .*: negative, pos"):
+    with pytest.raises(InvalidRequest, match=r"has .*\(.*: bad, good\); .* has .*: negative, pos"):
         _child(driver, teacher.id)
 
 
@@ -125,7 +125,9 @@ def test_a_teacher_without_the_head_is_refused(driver: StoreDriver) -> None:
     domain = Head(name="domain", labels=["book", "hotel"])
     other = driver.add_dataset(heads=(domain,))
     teacher = driver.succeed(driver.running())
-    with pytest.raises(InvalidInput, match=r"has sentiment .*; the student has domain ") as refused:
+    with pytest.raises(
+        InvalidRequest, match=r"has sentiment .*; the student has domain "
+    ) as refused:
         driver.create_job(driver.distill_spec({"model_id": teacher}, dataset_id=other))
     assert refused.value.field == "heads"
 
@@ -212,7 +214,7 @@ def test_a_retry_takes_a_remedy_that_places_the_teacher(driver: StoreDriver) -> 
 
 
 def test_a_teacher_job_has_no_teacher_to_place(driver: StoreDriver) -> None:
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         driver.retry(
             driver.in_state(JobState.FAILED), recipe_changes={"teacher_placement": "sharded"}
         )
@@ -239,7 +241,7 @@ def test_a_remedy_that_does_not_exist_is_refused(
     driver: StoreDriver, changes: dict[str, dict[str, object]], field: str
 ) -> None:
     old = driver.in_state(JobState.FAILED)
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         driver.retry(old, **changes)
     assert refused.value.field == field
 
@@ -275,7 +277,7 @@ def test_the_same_key_retries_once_with_its_chain(driver: StoreDriver) -> None:
     known, created = retry_job(driver.store, parent.job_id, idempotency_key="again")
     assert (known.id, created) == (first.id, False)
     assert len(driver.store.job(first.id).child_job_ids) == 1
-    with pytest.raises(InvalidInput, match="used for another request"):
+    with pytest.raises(InvalidRequest, match="used for another request"):
         retry_job(
             driver.store,
             parent.job_id,

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from services.shared.jobs.errors import Conflict, InvalidInput
+from services.shared.jobs.errors import Conflict, InvalidRequest
 from services.shared.jobs.gates import HeadComparison, Int8Gate
 from services.shared.jobs.state import JobState
 from services.shared.jobs.views import ServingView
@@ -48,7 +48,7 @@ def test_a_student_that_lost_too_much_needs_force_and_a_reason(driver: StoreDriv
     student = _student(driver, macro_f1=0.5)
     with pytest.raises(Conflict, match=r"sentiment: 0\.5000 of the teacher's 0\.9000"):
         driver.store.promote(student)
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         driver.store.promote(student, force=True, reason="  ")
     assert refused.value.field == "reason"
     assert driver.store.active() is None
@@ -108,7 +108,7 @@ def test_a_model_whose_artifact_is_gone_is_not_promoted(driver: StoreDriver) -> 
 @pytest.mark.parametrize("alias", ["", "A", "1", "a b", "a" * 65, "a\x00"])
 def test_an_impossible_alias_is_refused(driver: StoreDriver, alias: str) -> None:
     model_id = driver.succeed(driver.running())
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidRequest):
         driver.store.promote(model_id, alias=alias)
 
 

@@ -9,7 +9,7 @@ import pytest
 from services.shared.jobs.db.connection import transaction
 from services.shared.jobs.db.transitions import transition
 from services.shared.jobs.documents import ProgressDict
-from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound
+from services.shared.jobs.errors import InvalidRequest, InvalidTransition, NotFound
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.state import TRANSITIONS, JobState, Reason
 from services.shared.jobs.views import Kind
@@ -45,7 +45,7 @@ def test_the_same_key_and_body_give_the_same_job(driver: StoreDriver) -> None:
 
 def test_the_same_key_with_another_body_is_refused(driver: StoreDriver) -> None:
     driver.create_job(driver.teacher_spec(), idempotency_key="k")
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         driver.create_job(driver.teacher_spec(name="other"), idempotency_key="k")
     assert refused.value.field == "Idempotency-Key"
 
@@ -68,7 +68,7 @@ def test_one_key_sent_concurrently_makes_one_job(driver: StoreDriver, at_once: A
 def test_a_reference_that_does_not_exist_is_refused_by_name(
     driver: StoreDriver, fields: dict[str, object], field: str
 ) -> None:
-    with pytest.raises(InvalidInput) as refused:
+    with pytest.raises(InvalidRequest) as refused:
         driver.create_job(driver.teacher_spec(**fields))
     assert refused.value.field == field
     assert driver.store.list_jobs().items == []
@@ -76,7 +76,7 @@ def test_a_reference_that_does_not_exist_is_refused_by_name(
 
 def test_an_unlabelled_dataset_cannot_be_trained_on(driver: StoreDriver) -> None:
     unlabelled = driver.add_dataset(heads=())
-    with pytest.raises(InvalidInput, match="no labels"):
+    with pytest.raises(InvalidRequest, match="no labels"):
         driver.create_job(driver.teacher_spec(dataset_id=unlabelled))
 
 
@@ -132,13 +132,13 @@ def test_a_list_is_filtered_by_state_and_kind(driver: StoreDriver) -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 501, 2**70])
 def test_a_limit_out_of_bounds_is_refused(driver: StoreDriver, limit: int) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidRequest):
         driver.store.list_jobs(limit=limit)
 
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "9" * 30, "²", "\x00", ""])
 def test_a_cursor_of_another_list_is_refused(driver: StoreDriver, cursor: str) -> None:
-    with pytest.raises(InvalidInput):
+    with pytest.raises(InvalidRequest):
         driver.store.promotions(cursor=cursor)
 
 

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from services.shared.jobs.db.attempt_queries import ClaimedRow
 from services.shared.jobs.db.references import load_references
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.ids import model_id_of
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.paths import latest_checkpoints
@@ -20,16 +20,16 @@ from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
 
 
-def claimed_references(session: Session, claimed: ClaimedRow) -> References | InvalidInput:
+def claimed_references(session: Session, claimed: ClaimedRow) -> References | InvalidRequest:
     """Return what the claimed job refers to, or the error of a reference that no longer exists."""
     try:
         return load_references(session, job_spec.validate_python(claimed.job.spec))
-    except InvalidInput as error:
+    except InvalidRequest as error:
         return error
 
 
 def make_claim(
-    claimed: ClaimedRow, references: References | InvalidInput, *, settings: JobSettings
+    claimed: ClaimedRow, references: References | InvalidRequest, *, settings: JobSettings
 ) -> Claim:
     """Return the claim; a directory that no longer exists becomes its `problem`."""
     job = claimed.job
@@ -37,11 +37,11 @@ def make_claim(
     spec = job_spec.validate_python(job.spec)
     resolved = None
     try:
-        if isinstance(references, InvalidInput):
+        if isinstance(references, InvalidRequest):
             raise references
         resolved = resolve_directories(spec, references, settings=settings)
         problem = _missing(resolved)
-    except InvalidInput as error:
+    except InvalidRequest as error:
         problem = Outcome(end=End.FAILED, reason=Reason.BAD_MODEL, message=str(error))
     return Claim(
         job_id=job.id,

@@ -14,7 +14,7 @@ from services.shared.jobs.db.references import Dependency, lock_dependency
 from services.shared.jobs.db.tables import AttemptRow, EventRow, JobRow, ModelRow
 from services.shared.jobs.db.transitions import ColumnValues, append_state_event, transition
 from services.shared.jobs.documents import JobPlanDict
-from services.shared.jobs.errors import InvalidInput, InvalidTransition, NotFound, prefix_field
+from services.shared.jobs.errors import InvalidRequest, InvalidTransition, NotFound, prefix_field
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.planning.plan_vs_measured import PlannedPhases, compare_phases
 from services.shared.jobs.resolved_spec import PlannedSpec
@@ -255,7 +255,7 @@ def _attempts(session: Session, job_id: str) -> list[AttemptView]:
 
 def _by_key(session: Session, key: str, sha256: str) -> str | None:
     if not 1 <= len(key) <= _MAX_KEY_LENGTH:
-        raise InvalidInput(
+        raise InvalidRequest(
             f"Idempotency-Key: {len(key)} characters; give 1 to {_MAX_KEY_LENGTH}",
             field="Idempotency-Key",
         )
@@ -263,7 +263,7 @@ def _by_key(session: Session, key: str, sha256: str) -> str | None:
         select(JobRow.id, JobRow.spec_sha256).where(JobRow.idempotency_key == key)
     ).one_or_none()
     if known is not None and known.spec_sha256 != sha256:
-        raise InvalidInput(
+        raise InvalidRequest(
             f"Idempotency-Key: the key has been used for another request (job {known.id})",
             field="Idempotency-Key",
         )

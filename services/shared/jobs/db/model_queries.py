@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from services.shared.jobs.db.pagination import checked_limit, cursor_seq
 from services.shared.jobs.db.tables import JobRow, ModelRow, PromotionRow, ServingRow
-from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidInput, NotFound
+from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidRequest, NotFound
 from services.shared.jobs.gates import GateFloor, Int8Gate, evaluate_gate
 from services.shared.jobs.ids import model_id_of, new_id
 from services.shared.jobs.run_directory import Report
@@ -92,14 +92,14 @@ def promote(
     force: bool,
     reason: str | None,
 ) -> PromotionView:
-    """Append a promotion; raises InvalidInput, GateNotPassed."""
+    """Append a promotion; raises InvalidRequest, GateNotPassed."""
     if not _ALIAS.fullmatch(alias):
-        raise InvalidInput(
+        raise InvalidRequest(
             f"alias: {alias[:80]!r} is no alias; use a-z, 0-9, _ and -, a letter first, 64 at most",
             field="alias",
         )
     if force and not (reason and reason.strip()):
-        raise InvalidInput(
+        raise InvalidRequest(
             "reason: required with `force`: why the gate is overridden", field="reason"
         )
     if model.gate is not None and not model.gate.passed and not force:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 
 MAX_LIMIT = 500
 LARGEST_SEQ = 2**63 - 1  # of a Postgres bigint
 
 
 def checked_limit(limit: int) -> int:
-    """Return the limit; raises InvalidInput outside of 1 to 500."""
+    """Return the limit; raises InvalidRequest outside of 1 to 500."""
     if not 1 <= limit <= MAX_LIMIT:
-        raise InvalidInput(f"limit: {limit} is not between 1 and {MAX_LIMIT}", field="limit")
+        raise InvalidRequest(f"limit: {limit} is not between 1 and {MAX_LIMIT}", field="limit")
     return limit
 
 
 def cursor_seq(cursor: str | None) -> int | None:
-    """Return the sequence number in a cursor; raises InvalidInput where there is none."""
+    """Return the sequence number in a cursor; raises InvalidRequest where there is none."""
     if cursor is None:
         return None
     if not cursor.isascii() or not cursor.isdigit() or int(cursor[:20]) > LARGEST_SEQ:
-        raise InvalidInput(f"cursor: {cursor[:40]!r} is not a cursor of this list", field="cursor")
+        raise InvalidRequest(
+            f"cursor: {cursor[:40]!r} is not a cursor of this list", field="cursor"
+        )
     return int(cursor)

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from services.shared.datasets.card import DatasetCard, Head, HeadType
 from services.shared.jobs.db.tables import DatasetRow, JobRow, ModelRow
 from services.shared.jobs.documents import ModelHeadDict
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.resolved_spec import (
     References,
     ResolvedSpec,
@@ -27,7 +27,7 @@ def load_references(
 ) -> References:
     """Return what the database knows of a spec's references.
 
-    `chained` is the teacher of a chain, whose job is not stored yet. Raises InvalidInput naming the
+    `chained` is the teacher of a chain, whose job is not stored yet. Raises InvalidRequest naming the
     field of a reference that does not exist, and `heads` where those of the teacher differ.
     """
     heads = _chosen_heads(spec, _card(session, spec.dataset_id, field="dataset_id"))
@@ -55,7 +55,7 @@ def lock_dependency(session: Session, spec: TeacherSpec | DistillSpec) -> Depend
     """Return what a new job waits for.
 
     A teacher job that still runs is locked until the transaction ends, so that it cannot finish
-    between this query and the insertion of its child. Raises InvalidInput for one that has failed.
+    between this query and the insertion of its child. Raises InvalidRequest for one that has failed.
     """
     if isinstance(spec, TeacherSpec) or spec.teacher.job_id is None:
         model_id = None if isinstance(spec, TeacherSpec) else spec.teacher.model_id
@@ -65,7 +65,7 @@ def lock_dependency(session: Session, spec: TeacherSpec | DistillSpec) -> Depend
     if parent is None:
         raise _no_such_job(job_id)
     if parent.state in (JobState.FAILED, JobState.CANCELLED):
-        raise InvalidInput(
+        raise InvalidRequest(
             f"teacher.job_id: job {job_id} is {parent.state} and made no model; retry it: "
             "distillations that failed with it are retried too, and any other can name the new job",
             field="teacher.job_id",
@@ -101,14 +101,14 @@ def _registered(model: ModelRow | None) -> TeacherReference:
 def _chosen_heads(spec: TeacherSpec | DistillSpec, card: DatasetCard) -> tuple[Head, ...]:
     known = {head.name: head for head in card.heads}
     if not known:
-        raise InvalidInput(
+        raise InvalidRequest(
             f"dataset_id: dataset {card.id} has no labels; it can only be an unlabelled dataset "
             "of a distillation",
             field="dataset_id",
         )
     unknown = [name for name in spec.heads or [] if name not in known]
     if unknown:
-        raise InvalidInput(
+        raise InvalidRequest(
             f"heads: dataset {card.id} has no head {unknown[0]!r}; it has {', '.join(known)}",
             field="heads",
         )
@@ -127,17 +127,17 @@ def _head(stored: ModelHeadDict) -> Head:
 def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:
     card = session.scalar(select(DatasetRow.card).where(DatasetRow.id == dataset_id))
     if card is None:
-        raise InvalidInput(f"{field}: there is no dataset {dataset_id!r}", field=field)
+        raise InvalidRequest(f"{field}: there is no dataset {dataset_id!r}", field=field)
     return DatasetCard.model_validate(card)
 
 
 def _check_unlabelled(session: Session, dataset_ids: Sequence[str]) -> None:
-    """Raise InvalidInput for the first dataset that does not exist. One query for all of them."""
+    """Raise InvalidRequest for the first dataset that does not exist. One query for all of them."""
     known = set(session.scalars(select(DatasetRow.id).where(DatasetRow.id.in_(dataset_ids))))
     for number, dataset_id in enumerate(dataset_ids):
         if dataset_id not in known:
             field = f"distillation.unlabelled_dataset_ids.{number}"
-            raise InvalidInput(f"{field}: there is no dataset {dataset_id!r}", field=field)
+            raise InvalidRequest(f"{field}: there is no dataset {dataset_id!r}", field=field)
 
 
 def _check_model(session: Session, model_id: str | None, *, field: str) -> ModelRow | None:
@@ -145,9 +145,9 @@ def _check_model(session: Session, model_id: str | None, *, field: str) -> Model
         return None
     model = session.get(ModelRow, model_id)
     if model is None:
-        raise InvalidInput(f"{field}: there is no model {model_id!r}", field=field)
+        raise InvalidRequest(f"{field}: there is no model {model_id!r}", field=field)
     return model
 
 
-def _no_such_job(job_id: str) -> InvalidInput:
-    return InvalidInput(f"teacher.job_id: there is no job {job_id!r}", field="teacher.job_id")
+def _no_such_job(job_id: str) -> InvalidRequest:
+    return InvalidRequest(f"teacher.job_id: there is no job {job_id!r}", field="teacher.job_id")

@@ -86,7 +86,7 @@ class Store:
             return _dataset_view(row)
 
     def list_datasets(self, *, cursor: str | None = None, limit: int = 50) -> Page[DatasetView]:
-        """Return datasets, newest first; raises InvalidInput for a limit outside of 1 to 500."""
+        """Return datasets, newest first; raises InvalidRequest for a limit outside of 1 to 500."""
         query = select(DatasetRow).order_by(DatasetRow.id.desc())
         if cursor is not None:
             query = query.where(DatasetRow.id < cursor)
@@ -102,7 +102,7 @@ class Store:
     ) -> ResolvedSpec:
         """Look up everything that a spec refers to; `chained` is the teacher of a chain.
 
-        Raises InvalidInput for references that do not exist, do not match, or lead out of the model
+        Raises InvalidRequest for references that do not exist, do not match, or lead out of the model
         roots.
         """
         with transaction(self.engine) as session:
@@ -114,7 +114,7 @@ class Store:
     ) -> tuple[JobView, bool]:
         """Store a job; return it and whether it is new: send it after that if it is `queued`.
 
-        The same key with the same spec gives the same job again. Raises InvalidInput for a teacher
+        The same key with the same spec gives the same job again. Raises InvalidRequest for a teacher
         job that has failed, and for a key used with another spec.
         """
         with transaction(self.engine) as session:
@@ -158,7 +158,7 @@ class Store:
         cursor: str | None = None,
         limit: int = 50,
     ) -> Page[JobSummary]:
-        """Return jobs, newest first; raises InvalidInput for a limit outside of 1 to 500."""
+        """Return jobs, newest first; raises InvalidRequest for a limit outside of 1 to 500."""
         with transaction(self.engine) as session:
             return job_queries.list_page(
                 session, state=state, kind=kind, cursor=cursor, limit=limit
@@ -201,7 +201,7 @@ class Store:
 
         Distillations that failed with a teacher are repeated with it, and wait for it. Returns the
         job and whether it is new, as `create_job` does. Raises NotFound, InvalidTransition,
-        InvalidInput.
+        InvalidRequest.
         """
         with transaction(self.engine) as session:
             new, created = retries.retry(
@@ -314,7 +314,7 @@ class Store:
     def list_models(
         self, *, kind: Kind | None = None, cursor: str | None = None, limit: int = 50
     ) -> Page[ModelView]:
-        """Return models, newest job first; raises InvalidInput for a limit outside of 1 to 500."""
+        """Return models, newest job first; raises InvalidRequest for a limit outside of 1 to 500."""
         with transaction(self.engine) as session:
             return model_queries.list_page(
                 session, kind=kind, cursor=cursor, limit=limit, settings=self.settings
@@ -331,7 +331,7 @@ class Store:
         """Serve this model under an alias from now on.
 
         Raises NotFound; Conflict for a job without a model or an artifact that is gone; GateNotPassed
-        without `force`; InvalidInput for `force` without a reason or an impossible alias.
+        without `force`; InvalidRequest for `force` without a reason or an impossible alias.
         """
         with transaction(self.engine) as session:
             model = model_queries.view(session, model_id, settings=self.settings)
@@ -342,7 +342,7 @@ class Store:
     def promotions(
         self, *, alias: str | None = None, cursor: str | None = None, limit: int = 50
     ) -> Page[PromotionView]:
-        """Return promotions, newest first; raises InvalidInput for a wrong cursor or limit."""
+        """Return promotions, newest first; raises InvalidRequest for a wrong cursor or limit."""
         with transaction(self.engine) as session:
             return model_queries.promotions(session, alias=alias, cursor=cursor, limit=limit)
 

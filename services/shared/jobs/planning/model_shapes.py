@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.shared.datasets.card import Head, HeadType
 from services.shared.jobs.artifact_layout import HEADS_FILE
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.spec import ModelSource, TeacherSpec, TrainedTokenizer
 from services.shared.memory.architecture import shape
@@ -66,7 +66,7 @@ def shape_of(
     """Return the shape of a model source with a head for each of `classes`.
 
     `directory` is that of `source.path` or `source.model_id`; a student that starts from a config
-    takes the vocabulary size of `teacher`. Raises memory's InvalidInput for an
+    takes the vocabulary size of `teacher`. Raises InvalidInput for an
     architecture that is not known and for a config that leaves sizes to defaults.
     """
     if directory is not None:
@@ -83,7 +83,7 @@ def shape_of(
 def model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
     """Return the shape of the model that a job trains; a student may be cut from its teacher.
 
-    Raises memory's InvalidInput.
+    Raises InvalidInput.
     """
     source, teacher_shape = resolved.source, None if teacher is None else teacher.shape
     if teacher_shape is not None and source.layers_of_teacher is not None:
@@ -97,14 +97,14 @@ def model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
 def teacher_of(resolved: ResolvedSpec) -> Teacher:
     """Return the teacher of a distillation, which may be a job that has not ended yet.
 
-    Raises InvalidInput for a job that trains a student, and memory's InvalidInput.
+    Raises InvalidRequest for a job that trains a student, and InvalidInput.
     """
     teacher = resolved.teacher
     assert teacher is not None
     if teacher.directory is not None:
         return read_teacher(teacher.directory, classes=resolved.num_classes)
     if not isinstance(teacher.job_spec, TeacherSpec):
-        raise InvalidInput(
+        raise InvalidRequest(
             "teacher.job_id: that job distils a student that does not exist yet",
             field="teacher.job_id",
         )
@@ -113,7 +113,7 @@ def teacher_of(resolved: ResolvedSpec) -> Teacher:
 
 
 def read_teacher(directory: Path, *, classes: Sequence[int]) -> Teacher:
-    """Return the teacher in `directory`. Raises memory's InvalidInput.
+    """Return the teacher in `directory`. Raises InvalidInput.
 
     An encoder classifier made elsewhere has its own head, which the ranks cannot shard.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from services.shared.jobs.documents import RecipeFields
-from services.shared.jobs.errors import InvalidInput
+from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, job_spec
 from services.shared.memory.planning.recipe_changes import TEACHER_PLACEMENT
 
@@ -30,13 +30,13 @@ def change_spec(
     """Return the spec with changes applied to `recipe` (the one last used) and to its training.
 
     `recipe_changes` may hold a distillation's `teacher_placement`, as remedies do. Raises
-    InvalidInput naming the field that does not exist or has no such value.
+    InvalidRequest naming the field that does not exist or has no such value.
     """
     document = spec.model_dump(mode="json")
     placement, own = split_changes(recipe_changes)
     if placement is not None:
         if not isinstance(spec, DistillSpec):
-            raise InvalidInput(
+            raise InvalidRequest(
                 f"{TEACHER_PLACEMENT}: only a distillation has a teacher", field=TEACHER_PLACEMENT
             )
         document["distillation"][TEACHER_PLACEMENT] = placement
@@ -48,7 +48,7 @@ def change_spec(
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:] if part != "Recipe")
-        raise InvalidInput(f"{field}: {first['msg']}", field=field) from error
+        raise InvalidRequest(f"{field}: {first['msg']}", field=field) from error
 
 
 def split_changes(changes: RecipeFields) -> tuple[str | None, RecipeFields]:

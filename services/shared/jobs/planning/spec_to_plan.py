@@ -15,16 +15,16 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from services.shared.jobs.documents import JobPlanDict, RecipeFields
-from services.shared.jobs.errors import DoesNotFit, InvalidInput
+from services.shared.jobs.errors import DoesNotFit, InvalidRequest
 from services.shared.jobs.planning.model_shapes import ENCODERS, Teacher, model_of, teacher_of
 from services.shared.jobs.planning.spec_changes import split_changes
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, Unplanned
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, Training
-from services.shared.memory import errors as memory_errors
 from services.shared.memory import hardware, recipe
 from services.shared.memory.architecture import shape
 from services.shared.memory.cgroup import host_memory_bytes
+from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning import alternatives
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.planning.layers import check_planned
@@ -51,7 +51,7 @@ def plan_resolved(resolved: ResolvedSpec, settings: JobSettings) -> PlannedSpec:
     """Plan a job with what this server knows of its models and its machine.
 
     A model of unknown shape, or one whose activations have not been worked out, is not an error: it
-    may train all the same, without a plan. Raises DoesNotFit with the plan, InvalidInput naming the
+    may train all the same, without a plan. Raises DoesNotFit with the plan, InvalidRequest naming the
     field.
     """
     teacher, part = None, "model"
@@ -63,7 +63,7 @@ def plan_resolved(resolved: ResolvedSpec, settings: JobSettings) -> PlannedSpec:
             part = "student"
         model = model_of(resolved, teacher)
         check_planned(model.dims)
-    except memory_errors.InvalidInput as error:
+    except InvalidInput as error:
         log.info("job_not_planned", part=part, why=str(error))
         unplanned = Unplanned(_source_field(resolved, part), str(error))
         return PlannedSpec(resolved, unplanned=unplanned)
@@ -75,8 +75,8 @@ def plan_resolved(resolved: ResolvedSpec, settings: JobSettings) -> PlannedSpec:
             machine=machine_of(resolved.spec, settings),
             engine=engine_of(settings),
         )
-    except memory_errors.InvalidInput as error:
-        raise InvalidInput(str(error), field=_spec_field(error.field)) from error
+    except InvalidInput as error:
+        raise InvalidRequest(str(error), field=_spec_field(error.field)) from error
     return PlannedSpec(resolved, plan=planned.plan, recipe=planned.recipe)
 
 
@@ -93,7 +93,7 @@ def plan_job(
     `model` is trained; `teacher` is the frozen model of a distillation. With `recipe: auto` an
     alternative is taken where the defaults do not fit well; with `teacher_placement: auto` the
     teacher is replicated on every rank where that fits well; with `allow_overcommit` nothing is
-    refused. Raises memory's InvalidInput for what cannot be planned.
+    refused. Raises InvalidInput for what cannot be planned.
     """
     wanted = spec.recipe if isinstance(spec.recipe, Recipe) else Recipe()
     memory_recipe = to_memory_recipe(
@@ -182,7 +182,7 @@ def frozen_teacher(teacher: Teacher, student: recipe.Recipe, placement: Placemen
 def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
     """Return a recipe of the memory plan as a spec's, which has neither engine nor micro-batches.
 
-    Raises InvalidInput for what our ranks cannot do.
+    Raises InvalidRequest for what our ranks cannot do.
     """
     values = {name: value for name, value in wanted.to_dict().items() if name in _SHARED}
     try:
@@ -190,7 +190,7 @@ def to_spec_recipe(wanted: recipe.Recipe) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
-        raise memory_errors.InvalidInput(
+        raise InvalidInput(
             field, f"the ranks have no {values[field]}", accepted=first["ctx"]["expected"]
         ) from error
 
@@ -212,7 +212,7 @@ def to_spec_changes(changes: Changes, base: recipe.Recipe) -> RecipeFields | Non
 
 
 def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardware.Hardware:
-    """Return the hardware that a spec declares. Raises memory's InvalidInput."""
+    """Return the hardware that a spec declares. Raises InvalidInput."""
     resources = spec.resources
     named = resources.host_memory or settings.host_memory
     host = parse_size(named, field="host_memory") if named else host_memory_bytes()
@@ -259,7 +259,7 @@ def _plan(
     assert isinstance(spec, DistillSpec)
     wanted = spec.distillation.teacher_placement
     if wanted == "sharded" and teacher.unshardable:
-        raise memory_errors.InvalidInput(
+        raise InvalidInput(
             TEACHER_PLACEMENT,
             "an encoder classifier made elsewhere cannot be sharded",
             accepted=("replicated", "auto"),
