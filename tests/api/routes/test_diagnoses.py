@@ -16,7 +16,7 @@ from services.shared.memory.forensics.diagnose import diagnose
 if TYPE_CHECKING:
     from tests.api.harness import Platform
 
-REPORTS = json.loads((Path(__file__).parents[1] / "data" / "oom_reports.json").read_text())
+REPORTS = json.loads((Path(__file__).parents[2] / "data" / "oom_reports.json").read_text())
 
 LOG = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 250.00 MiB. GPU 0 has a total "
