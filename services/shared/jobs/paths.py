@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.run_directory import COMPLETE, RunDirectory
 from services.shared.jobs.settings import JobSettings
+
+_JOB_ID = re.compile(r"job_[0-9a-z]{1,60}")
 
 
 def resolve_model(path: str, *, roots: list[Path], field: str) -> Path:
@@ -42,6 +45,8 @@ def latest_checkpoints(settings: JobSettings, attempts: list[tuple[str, int]]) -
 
 def highest_attempt(settings: JobSettings, job_id: str) -> int:
     """Return the highest number of an attempt of a job that has a run directory, or 0."""
+    if not _JOB_ID.fullmatch(job_id):  # a message may hold anything; only our ids name directories
+        return 0
     try:
         names = [entry.name for entry in (settings.runs_dir / job_id).iterdir()]
     except (FileNotFoundError, NotADirectoryError):

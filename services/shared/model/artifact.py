@@ -168,6 +168,9 @@ def load_backbone(
     """Return the backbone of any local Hugging Face directory. Raises InvalidArtifact."""
     factory: Any = AutoModel
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # this process writes logs, not a terminal
+    verbosity = logging.get_verbosity()
+    # Its report of keys would name our empty head tensor at each load; missing keys are checked below.
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         backbone, info = factory.from_pretrained(
             str(directory),
@@ -180,6 +183,8 @@ def load_backbone(
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InvalidArtifact(f"{directory} cannot be loaded as a model: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     # Without this check transformers fills the gaps with random numbers and only logs it.
     missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))
     if missing:
