@@ -76,7 +76,7 @@ def raw(header: object, data: bytes = b"") -> bytes:
             "does not fill",
         ),
         (raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}), "is truncated"),
-        (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}), "no sizes"),
+        (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}), "not sizes"),
         (raw({"a": {"dtype": "F32", "shape": 4, "data_offsets": [0, 4]}}), "is not a safetensors"),
     ],
 )
