@@ -40,7 +40,7 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
 from services.shared.memory.forensics.diagnosis import DiagnosisDict, RemedyDict
-from services.shared.memory.forensics.remedies import fixed_by_smaller_recipe
+from services.shared.memory.forensics.remedies.propose import fixed_by_smaller_recipe
 from services.shared.memory.planning.alternatives import alternatives
 from services.shared.memory.planning.frozen_teacher import FrozenTeacher, Placement
 from services.shared.memory.planning.plan_contract import Verdict

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.shared.memory.forensics.admission import (
-    failure_is_stated,
-    missing_summary,
-    state_was_smaller,
-    weighed_by_progress,
-    without_verdict,
-)
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnosis import (
     Cause,
@@ -22,19 +15,25 @@ from services.shared.memory.forensics.diagnosis import (
 )
 from services.shared.memory.forensics.evidence import Evidence, gather_evidence
 from services.shared.memory.forensics.free_text import FailurePhase
-from services.shared.memory.forensics.next_measurement import next_measurement
-from services.shared.memory.forensics.planned_requests import planned_candidates
-from services.shared.memory.forensics.remedies import propose_remedies
-from services.shared.memory.forensics.request_matching import (
+from services.shared.memory.forensics.matching.planned_requests import planned_candidates
+from services.shared.memory.forensics.matching.request_matching import (
     Match,
     Rounding,
     is_segment_size,
 )
-from services.shared.memory.forensics.rules import hypotheses_from_rules
-from services.shared.memory.forensics.rules_from_signals import ROOT_GATHERED
+from services.shared.memory.forensics.next_measurement import next_measurement
+from services.shared.memory.forensics.remedies.propose import propose_remedies
+from services.shared.memory.forensics.rules.progress import state_was_smaller, weighed_by_progress
+from services.shared.memory.forensics.rules.rule_table import hypotheses_from_rules
+from services.shared.memory.forensics.rules.signals import ROOT_GATHERED
 from services.shared.memory.forensics.scenarios import hypotheses_from_timelines, plan_with
 from services.shared.memory.forensics.sharding_verdict import judge_sharding
 from services.shared.memory.forensics.state_size import Needs, PlannedPeaks, compute_needs
+from services.shared.memory.forensics.stated_failure import (
+    failure_is_stated,
+    missing_summary,
+    without_verdict,
+)
 from services.shared.memory.oom_log.log_scanner import LogReading
 from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.planning.plan_contract import Verdict

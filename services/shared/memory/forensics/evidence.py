@@ -24,7 +24,7 @@ from services.shared.memory.forensics.free_text import (
     read_strategy,
     vocabulary_in,
 )
-from services.shared.memory.forensics.request_matching import (
+from services.shared.memory.forensics.matching.request_matching import (
     Candidate,
     Rounding,
     Workload,

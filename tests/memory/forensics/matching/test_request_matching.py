@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.shared.memory.architecture.shape import Shape, from_preset
-from services.shared.memory.forensics.request_matching import (
+from services.shared.memory.forensics.matching.request_matching import (
     Candidate,
     Match,
     Role,

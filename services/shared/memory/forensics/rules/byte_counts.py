@@ -14,8 +14,8 @@ from services.shared.memory.forensics.diagnosis import (
 )
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase, Framework
-from services.shared.memory.forensics.request_matching import Match
-from services.shared.memory.forensics.rules_from_texts import kill_strength
+from services.shared.memory.forensics.matching.request_matching import Match
+from services.shared.memory.forensics.rules.texts import kill_strength
 from services.shared.memory.forensics.sharding_verdict import judge_sharding
 from services.shared.memory.forensics.state_size import Needs
 from services.shared.memory.oom_log.message_formats import MessageKind

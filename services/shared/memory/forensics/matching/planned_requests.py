@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.shared.memory.forensics.evidence import Evidence
-from services.shared.memory.forensics.request_matching import (
+from services.shared.memory.forensics.matching.request_matching import (
     Candidate,
     Match,
     Role,

@@ -1,0 +1,1 @@
+"""Matching the size of a refused request to the tensors of the job."""

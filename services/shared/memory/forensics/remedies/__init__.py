@@ -1,0 +1,1 @@
+"""What to change after a failure, in the form that each launcher takes."""

@@ -1,0 +1,1 @@
+"""Rules that turn the evidence of a failure into hypotheses."""
