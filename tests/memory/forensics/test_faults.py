@@ -11,7 +11,6 @@ from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
 from services.shared.memory.forensics.diagnosis import Cause, Confidence, Diagnosis, Strength
 from services.shared.memory.oom_log.log_scanner import read_log
-from services.shared.memory.oom_log.other_formats import OTHER_FORMATS
 from services.shared.memory.sizes import GIB, MIB
 
 
@@ -83,11 +82,6 @@ def test_numbers_are_read_without_the_words() -> None:
     assert killed is not None
     assert killed.process is not None
     assert killed.process.size_bytes == 64210944 * 1024
-
-
-def test_every_format_names_its_source_and_triggers() -> None:
-    assert len({text_format.format_id for text_format in OTHER_FORMATS}) == len(OTHER_FORMATS)
-    assert all(text_format.source and text_format.triggers for text_format in OTHER_FORMATS)
 
 
 def mutated(text: str, chance: random.Random) -> str:

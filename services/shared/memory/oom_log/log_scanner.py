@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import IO
 
+from services.shared.memory.oom_log.formats.table import OTHER_FORMATS
 from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.oom_log.message_parser import Message, read_message
-from services.shared.memory.oom_log.other_formats import OTHER_FORMATS
 from services.shared.memory.oom_log.traceback_sites import (
     NOTE_WORDS,
     Note,

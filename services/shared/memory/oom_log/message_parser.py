@@ -7,6 +7,8 @@ message: each number is read by itself.
 import re
 from dataclasses import dataclass
 
+from services.shared.memory.oom_log.formats.table import OTHER_FORMATS
+from services.shared.memory.oom_log.formats.text_format import TextFormat
 from services.shared.memory.oom_log.message_formats import (
     BARE_OUT,
     DEVICE_INDEX,
@@ -24,7 +26,6 @@ from services.shared.memory.oom_log.message_formats import (
     Backend,
     MessageKind,
 )
-from services.shared.memory.oom_log.other_formats import OTHER_FORMATS, TextFormat
 from services.shared.memory.sizes import GIB, KIB, MIB, TIB
 
 # torch prints "GB" in MPS's older messages and people write it everywhere: all of them divide by

@@ -1,0 +1,1 @@
+"""The texts of memory failures as tables: what prints each, in which version, and how that is known."""
