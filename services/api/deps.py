@@ -17,6 +17,7 @@ from services.api.serving.prediction import Prediction
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.datasets.card import Head
+from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import NotFound
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec
@@ -81,6 +82,7 @@ class AppContext:
     probes: Mapping[str, Probe] = field(default_factory=dict)
     rate_limiters: RateLimiters = field(default_factory=RateLimiters)
     upload_limiter: UploadLimiter = field(default_factory=UploadLimiter)
+    lifecycle: LifecycleStore = field(init=False)
     event_streams: EventStreams = field(init=False)
     stream_limiter: StreamLimiter = field(init=False)
 
@@ -90,6 +92,7 @@ class AppContext:
         limiter = StreamLimiter(
             max_streams=settings.event_streams, max_per_caller=settings.event_streams_per_key
         )
+        object.__setattr__(self, "lifecycle", LifecycleStore(self.store))
         object.__setattr__(self, "event_streams", streams)
         object.__setattr__(self, "stream_limiter", limiter)
 
@@ -140,6 +143,9 @@ Cursor = Annotated[
 ]
 SeqCursor = Annotated[
     str | None, Query(pattern=r"^[0-9]{1,18}$", description="`next_cursor` of the previous page.")
+]
+Deleted = Annotated[
+    bool, Query(description="What is deleted and can still be restored, instead of what is not.")
 ]
 ALIAS_PATTERN = r"^[a-z][a-z0-9_-]{0,63}$"
 Alias = Annotated[

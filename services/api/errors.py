@@ -34,6 +34,7 @@ from services.shared.jobs.errors import (
     Conflict,
     DoesNotFit,
     GateNotPassed,
+    InUse,
     InvalidRequest,
     InvalidTransition,
     NotFound,
@@ -110,6 +111,9 @@ def _from_stillhouse(error: Exception) -> ProblemError:
             return ProblemError("invalid-transition", str(error))
         case GateNotPassed():
             return ProblemError("gate-not-passed", str(error))
+        case InUse(references=references):
+            listed = [text[:MAX_MESSAGE_LENGTH] for text in references[:MAX_FIELD_ERRORS]]
+            return ProblemError("in-use", str(error), references=listed)
         case Conflict():
             return ProblemError("conflict", str(error))
         case Unavailable():

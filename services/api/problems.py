@@ -30,6 +30,7 @@ PROBLEM_TYPES: dict[str, tuple[int, str]] = {
     "conflict": (409, "State conflict"),
     "invalid-transition": (409, "Invalid job state transition"),
     "gate-not-passed": (409, "Evaluation gate not passed"),
+    "in-use": (409, "Resource in use"),
     "too-large": (413, "Request body too large"),
     "unsupported-media-type": (415, "Unsupported media type"),
     "invalid-request": (422, "Invalid request"),

@@ -92,6 +92,10 @@ class Client:
             "POST", path, params=params, json=json, data=data, files=files, headers=headers
         )
 
+    def delete(self, path: str) -> Any:
+        """Delete what is at `path` and return the JSON response."""
+        return self._request("DELETE", path)
+
     def events(self, path: str) -> Iterator[ServerEvent]:
         """Yield the events of a stream until the server ends it, reconnecting where it breaks.
 
@@ -183,6 +187,8 @@ def _format_problem(problem: ProblemResponse) -> str:
     lines = [str(problem.get("detail") or problem.get("title") or "The request was rejected.")]
     for error in problem.get("errors") or []:
         lines.append(f"  {error.get('field')}: {error.get('message')}")
+    for reference in (problem.get("references") or [])[1:]:
+        lines.append(f"  {reference}")
     for fault in problem.get("faults") or []:
         where = "" if fault.get("line") is None else f"line {fault['line']}: "
         lines.append(f"  {where}{fault.get('message')}")

@@ -102,6 +102,16 @@ class JobResponse(TypedDict):
     ended_at: str
 
 
+class DeletionResponse(TypedDict):
+    """`DELETE` of a dataset, job or model."""
+
+    resource: str
+    id: str
+    deleted_by: str
+    gone_after: str
+    notes: list[str]
+
+
 class GateResponse(TypedDict, total=False):
     """Whether a model passed its gate."""
 
@@ -188,4 +198,5 @@ class ProblemResponse(TypedDict, total=False):
     faults: list[UploadFault]
     found: str
     command: str
+    references: list[str]
     plan: PlanResponse

@@ -33,7 +33,7 @@ def test_docs_list_exactly_the_existing_routes(text: str, document: dict[str, An
         for method in operations
     }
     table = text.split("## Routes")[1].split("## Prediction")[0]
-    assert set(re.findall(r"`((?:GET|POST) /[^` ]*)`", table)) == routes
+    assert set(re.findall(r"`((?:GET|POST|DELETE) /[^` ]*)`", table)) == routes
 
 
 def test_docs_list_every_problem_with_its_status(text: str) -> None:

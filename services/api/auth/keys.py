@@ -19,6 +19,8 @@ from services.api.limits.rate_limit import RateLimiters, client_address
 from services.api.problems import ProblemError
 from services.api.settings import ApiSettings, is_loopback
 
+LOCAL = "local"  # who does what without a key, on a server that needs none
+
 
 class Scope(str, Enum):
     """What a key permits; `admin` permits everything, and any key may read."""
@@ -38,6 +40,7 @@ class ApiKey(BaseModel):
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     scopes: frozenset[Scope]
+    name: str = Field("", exclude=True)  # under which the file lists it
 
     def allows(self, scope: Scope | None) -> bool:
         """Return whether the key has `scope` (None: any key will do)."""
@@ -51,7 +54,9 @@ class Keys:
     """The configured keys; without any, requests need no key but must be local."""
 
     def __init__(self, entries: dict[str, ApiKey]) -> None:
-        self._entries = entries
+        self._entries = {
+            name: entry.model_copy(update={"name": name}) for name, entry in entries.items()
+        }
 
     @property
     def is_empty(self) -> bool:
@@ -160,6 +165,12 @@ def caller_of(request: Request) -> str:
     """Return what identifies the caller of an authenticated request: its key, or its address."""
     key = authenticate(request)
     return client_address(request) if key is None else key.sha256
+
+
+def creator_name(request: Request) -> str:
+    """Return the name of the request's key, for the records of who did what."""
+    key = authenticate(request)
+    return LOCAL if key is None else key.name
 
 
 async def limit_by_address(request: Request) -> None:

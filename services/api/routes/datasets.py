@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
 
@@ -18,8 +19,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
-from services.api.auth.keys import Scope, caller_of, requires
-from services.api.deps import AppContext, ContextDep, Cursor, DatasetId, Limit
+from services.api.auth.keys import Scope, caller_of, creator_name, requires
+from services.api.deps import AppContext, ContextDep, Cursor, DatasetId, Deleted, Limit
 from services.api.limits.body import text_fault
 from services.api.openapi import links, problems
 from services.api.problems import ProblemError, invalid_field
@@ -33,8 +34,9 @@ from services.shared.datasets.sandbox import (
     preview_in_sandbox,
 )
 from services.shared.datasets.upload import Format, Layout
+from services.shared.files.directory_size import directory_bytes
 from services.shared.jobs.ids import new_id
-from services.shared.jobs.views import DatasetView, Page
+from services.shared.jobs.views import DatasetView, DeletionView, Page
 
 router = APIRouter(tags=["datasets"], responses=problems(401, 422, 429, 500, 503))
 
@@ -94,7 +96,8 @@ _FORM = {
 )
 async def create_dataset(request: Request, context: ContextDep, response: Response) -> DatasetView:
     """Validate an upload row by row and store it; every error names its line."""
-    stored = await _receive(request, context, _store)
+    store = partial(_store, created_by=creator_name(request))
+    stored = await _receive(request, context, store)
     response.headers["Location"] = f"/datasets/{stored.id}"
     return stored
 
@@ -113,10 +116,10 @@ async def preview_dataset(request: Request, context: ContextDep) -> Preview:
 
 @router.get("/datasets", operation_id="list_datasets", dependencies=[Depends(requires(None))])
 def list_datasets(
-    context: ContextDep, cursor: Cursor = None, limit: Limit = 50
+    context: ContextDep, deleted: Deleted = False, cursor: Cursor = None, limit: Limit = 50
 ) -> Page[DatasetView]:
     """List datasets, newest first."""
-    return context.store.list_datasets(cursor=cursor, limit=limit)
+    return context.store.list_datasets(deleted=deleted, cursor=cursor, limit=limit)
 
 
 @router.get(
@@ -127,6 +130,29 @@ def list_datasets(
 )
 def get_dataset(dataset_id: DatasetId, context: ContextDep) -> DatasetView:
     """Show a dataset: heads and their labels, rows of each split, warnings."""
+    return context.store.dataset(dataset_id)
+
+
+@router.delete(
+    "/datasets/{dataset_id}",
+    operation_id="delete_dataset",
+    dependencies=[Depends(requires(Scope.SUBMIT))],
+    responses=problems(403, 404, 409),
+)
+def delete_dataset(dataset_id: DatasetId, context: ContextDep, request: Request) -> DeletionView:
+    """Delete a dataset that no unfinished job uses; it can be restored until `gone_after`."""
+    return context.lifecycle.delete("dataset", dataset_id, by=creator_name(request))
+
+
+@router.post(
+    "/datasets/{dataset_id}/restore",
+    operation_id="restore_dataset",
+    dependencies=[Depends(requires(Scope.SUBMIT))],
+    responses=problems(403, 404, 409),
+)
+def restore_dataset(dataset_id: DatasetId, context: ContextDep) -> DatasetView:
+    """Undo the deletion of a dataset."""
+    context.lifecycle.restore("dataset", dataset_id)
     return context.store.dataset(dataset_id)
 
 
@@ -178,7 +204,9 @@ def _parse_json(field: str, text: str) -> Any:
         raise invalid_field(field, f"The field is not valid JSON: {error}") from error
 
 
-def _store(file: UploadFile, form: DatasetForm, context: AppContext) -> DatasetView:
+def _store(
+    file: UploadFile, form: DatasetForm, context: AppContext, *, created_by: str
+) -> DatasetView:
     filename = file.filename or ""
     dataset_id = new_id("ds")
     name = form.name or PurePath(filename).stem[:120] or dataset_id
@@ -196,7 +224,8 @@ def _store(file: UploadFile, form: DatasetForm, context: AppContext) -> DatasetV
             filename=_shown_name(filename),
         )
     try:
-        return context.store.add_dataset(card)
+        size_bytes = directory_bytes(settings.dataset_dir(dataset_id))
+        return context.store.add_dataset(card, created_by=created_by, size_bytes=size_bytes)
     except BaseException:
         shutil.rmtree(settings.dataset_dir(dataset_id), ignore_errors=True)
         raise

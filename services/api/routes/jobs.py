@@ -9,8 +9,8 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.responses import Response
 
-from services.api.auth.keys import Scope, require_scope, requires
-from services.api.deps import Admission, AppContext, ContextDep, Cursor, JobId, Limit
+from services.api.auth.keys import Scope, creator_name, require_scope, requires
+from services.api.deps import Admission, AppContext, ContextDep, Cursor, Deleted, JobId, Limit
 from services.api.limits.body import screen_json
 from services.api.openapi import links, problems
 from services.shared.jobs.errors import prefix_field
@@ -18,7 +18,7 @@ from services.shared.jobs.planning.spec_changes import change_spec
 from services.shared.jobs.resolved_spec import PlannedSpec
 from services.shared.jobs.spec import ChainSpec, JobRequest, Recipe, Training
 from services.shared.jobs.state import JobState
-from services.shared.jobs.views import JobSummary, JobView, Kind, Page
+from services.shared.jobs.views import DeletionView, JobSummary, JobView, Kind, Page
 
 log = structlog.get_logger(__name__)
 
@@ -98,11 +98,17 @@ def create_job(
     if isinstance(body, ChainSpec):
         teacher, distill = _plan_chain(body, context.admission)
         job, created = context.store.create_chain(
-            body, teacher=teacher, distill=distill, idempotency_key=idempotency_key
+            body,
+            teacher=teacher,
+            distill=distill,
+            idempotency_key=idempotency_key,
+            created_by=creator_name(request),
         )
     else:
         planned = context.admission.plan(context.admission.resolve(body))
-        job, created = context.store.create_job(planned, idempotency_key=idempotency_key)
+        job, created = context.store.create_job(
+            planned, idempotency_key=idempotency_key, created_by=creator_name(request)
+        )
     return _accepted(job, context=context, response=response, created=created)
 
 
@@ -185,7 +191,11 @@ def retry_job(
     )
     planned = context.admission.plan(context.admission.resolve(changed.spec))
     job, created = context.store.retry(
-        job_id, changed, plan=planned.plan, idempotency_key=idempotency_key
+        job_id,
+        changed,
+        plan=planned.plan,
+        idempotency_key=idempotency_key,
+        created_by=creator_name(request),
     )
     return _accepted(job, context=context, response=response, created=created)
 
@@ -196,16 +206,32 @@ def cancel_job(job_id: JobId, context: ContextDep) -> JobView:
     return context.store.request_cancel(job_id)
 
 
+@writes.delete("/jobs/{job_id}", operation_id="delete_job")
+def delete_job(job_id: JobId, context: ContextDep, request: Request) -> DeletionView:
+    """Delete a job that has ended, with its run directories; its model stays."""
+    return context.lifecycle.delete("job", job_id, by=creator_name(request))
+
+
+@writes.post("/jobs/{job_id}/restore", operation_id="restore_job")
+def restore_job(job_id: JobId, context: ContextDep) -> JobView:
+    """Undo the deletion of a job."""
+    context.lifecycle.restore("job", job_id)
+    return context.store.job(job_id)
+
+
 @reads.get("/jobs", operation_id="list_jobs")
 def list_jobs(
     context: ContextDep,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     kind: Annotated[Kind | None, Query(description="Only jobs of this kind.")] = None,
+    deleted: Deleted = False,
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[JobSummary]:
     """List jobs, the newest first."""
-    return context.store.list_jobs(state=state, kind=kind, cursor=cursor, limit=limit)
+    return context.store.list_jobs(
+        state=state, kind=kind, deleted=deleted, cursor=cursor, limit=limit
+    )
 
 
 @reads.get("/jobs/{job_id}", operation_id="get_job")

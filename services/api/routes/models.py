@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.api.auth.keys import Scope, requires
-from services.api.deps import ALIAS_PATTERN, ContextDep, Cursor, Limit, ModelId, SeqCursor
+from services.api.auth.keys import Scope, creator_name, requires
+from services.api.deps import ALIAS_PATTERN, ContextDep, Cursor, Deleted, Limit, ModelId, SeqCursor
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
-from services.shared.jobs.views import Kind, ModelView, Page, PromotionView
+from services.shared.jobs.views import DeletionView, Kind, ModelView, Page, PromotionView
 
 router = APIRouter(tags=["models"], responses=problems(401, 422, 429, 500, 503))
 
@@ -20,11 +20,12 @@ router = APIRouter(tags=["models"], responses=problems(401, 422, 429, 500, 503))
 def list_models(
     context: ContextDep,
     kind: Annotated[Kind | None, Query(description="Only models of this kind of job.")] = None,
+    deleted: Deleted = False,
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[ModelView]:
     """List models, the newest first."""
-    return context.store.list_models(kind=kind, cursor=cursor, limit=limit)
+    return context.store.list_models(kind=kind, deleted=deleted, cursor=cursor, limit=limit)
 
 
 @router.get(
@@ -36,6 +37,31 @@ def list_models(
 def get_model(model_id: ModelId, context: ContextDep) -> ModelView:
     """Show a model, by its id or its job's: heads, metrics, gate, and where it came from."""
     return context.store.model(model_id)
+
+
+@router.delete(
+    "/models/{model_id}",
+    operation_id="delete_model",
+    dependencies=[Depends(requires(Scope.PROMOTE))],
+    responses=problems(403, 404, 409),
+)
+def delete_model(model_id: ModelId, context: ContextDep, request: Request) -> DeletionView:
+    """Delete a model that no alias serves and no unfinished job needs."""
+    model = context.store.model(model_id)
+    return context.lifecycle.delete("model", model.id, by=creator_name(request))
+
+
+@router.post(
+    "/models/{model_id}/restore",
+    operation_id="restore_model",
+    dependencies=[Depends(requires(Scope.PROMOTE))],
+    responses=problems(403, 404, 409),
+)
+def restore_model(model_id: ModelId, context: ContextDep) -> ModelView:
+    """Undo the deletion of a model."""
+    model = context.store.model(model_id)
+    context.lifecycle.restore("model", model.id)
+    return context.store.model(model.id)
 
 
 class PromoteRequest(BaseModel):

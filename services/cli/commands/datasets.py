@@ -21,10 +21,13 @@ from services.cli.client import (
 )
 from services.cli.responses import DatasetResponse, PreviewResponse
 from services.cli.upload_form import bundle, make_form, parse_head, parse_label_names
+from services.cli.views.deletion import format_deletion
 
 _SHOWN_LABELS = 100
 
 app = typer.Typer(no_args_is_help=True, help="Upload and inspect labelled text.")
+
+DatasetId = Annotated[str, typer.Argument(help="A dataset's id, such as ds_01kb6ztn8e0wq4v7.")]
 
 Files = Annotated[
     list[Path],
@@ -217,6 +220,9 @@ def add(
 
 @app.command("list")
 def list_datasets(
+    deleted: Annotated[
+        bool, typer.Option("--deleted", help="What is deleted and can still be restored.")
+    ] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
     cursor: Annotated[
         str | None, typer.Option("--cursor", help="The next_cursor of the previous page.")
@@ -227,7 +233,9 @@ def list_datasets(
 ) -> None:
     """List datasets, newest first."""
     with open_client(url, api_key, as_json=as_json) as client:
-        page = client.get("/datasets", params={"limit": limit, "cursor": cursor})
+        page = client.get(
+            "/datasets", params={"deleted": deleted, "limit": limit, "cursor": cursor}
+        )
     if as_json:
         print_json(page)
         return
@@ -243,7 +251,7 @@ def list_datasets(
 
 @app.command()
 def show(
-    dataset_id: Annotated[str, typer.Argument(help="A dataset's id, such as ds_01kb6ztn8e0wq4v7.")],
+    dataset_id: DatasetId,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
@@ -251,6 +259,28 @@ def show(
     """Show a dataset: its heads and labels, rows per split, and warnings."""
     with open_client(url, api_key, as_json=as_json) as client:
         _show(client.get(f"/datasets/{dataset_id}"), as_json=as_json)
+
+
+@app.command()
+def delete(
+    dataset_id: DatasetId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Delete a dataset that no unfinished job uses."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        deletion = client.delete(f"/datasets/{dataset_id}")
+    if as_json:
+        print_json(deletion)
+        return
+    Console(highlight=False).print(format_deletion(deletion), soft_wrap=True)
+
+
+@app.command()
+def restore(
+    dataset_id: DatasetId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Undo the deletion of a dataset."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        _show(client.post(f"/datasets/{dataset_id}/restore"), as_json=as_json)
 
 
 def _show_preview(result: PreviewResponse) -> None:

@@ -23,6 +23,7 @@ from services.cli.client import (
     print_json,
 )
 from services.cli.responses import DiagnosisResponse, JobResponse, PlanResponse, ProgressResponse
+from services.cli.views.deletion import format_deletion
 from services.shared.memory.sizes import format_size
 
 app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and retry jobs.")
@@ -65,6 +66,9 @@ def list_jobs(
     kind: Annotated[
         str | None, typer.Option("--kind", help="Only jobs of this kind: teacher or distill.")
     ] = None,
+    deleted: Annotated[
+        bool, typer.Option("--deleted", help="What is deleted and can still be restored.")
+    ] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
     cursor: Annotated[
         str | None, typer.Option("--cursor", help="The next_cursor of the previous page.")
@@ -75,7 +79,13 @@ def list_jobs(
 ) -> None:
     """List jobs, newest first."""
     with open_client(url, api_key, as_json=as_json) as client:
-        params = {"state": state, "kind": kind, "limit": limit, "cursor": cursor}
+        params = {
+            "state": state,
+            "kind": kind,
+            "deleted": deleted,
+            "limit": limit,
+            "cursor": cursor,
+        }
         page = client.get("/jobs", params=params)
     if as_json:
         print_json(page)
@@ -146,6 +156,28 @@ def retry(
     body = {name: values for name, values in given.items() if values}
     with open_client(url, api_key, as_json=as_json) as client:
         _show(client.post(f"/jobs/{job_id}/retry", json=body), as_json=as_json)
+
+
+@app.command()
+def delete(
+    job_id: JobId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Delete a job that has ended, with its run directories; its model stays."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        deletion = client.delete(f"/jobs/{job_id}")
+    if as_json:
+        print_json(deletion)
+        return
+    Console(highlight=False).print(format_deletion(deletion), soft_wrap=True)
+
+
+@app.command()
+def restore(
+    job_id: JobId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Undo the deletion of a job."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        _show(client.post(f"/jobs/{job_id}/restore"), as_json=as_json)
 
 
 def _read_json(path: Path) -> Any:

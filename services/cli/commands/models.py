@@ -18,6 +18,7 @@ from services.cli.pretrained.catalogue import MODELS
 from services.cli.pretrained.errors import FetchFailed
 from services.cli.pretrained.fetch import fetch as fetch_model
 from services.cli.responses import ModelResponse
+from services.cli.views.deletion import format_deletion
 
 app = typer.Typer(no_args_is_help=True, help="Inspect trained models and promote a student.")
 
@@ -29,6 +30,9 @@ def list_models(
     kind: Annotated[
         str | None, typer.Option("--kind", help="Only models of this kind: teacher or distill.")
     ] = None,
+    deleted: Annotated[
+        bool, typer.Option("--deleted", help="What is deleted and can still be restored.")
+    ] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, max=500)] = 50,
     cursor: Annotated[
         str | None, typer.Option("--cursor", help="The next_cursor of the previous page.")
@@ -39,7 +43,9 @@ def list_models(
 ) -> None:
     """List models, newest first."""
     with open_client(url, api_key, as_json=as_json) as client:
-        page = client.get("/models", params={"kind": kind, "limit": limit, "cursor": cursor})
+        page = client.get(
+            "/models", params={"kind": kind, "deleted": deleted, "limit": limit, "cursor": cursor}
+        )
     if as_json:
         print_json(page)
         return
@@ -104,6 +110,32 @@ def promote(
         print_json(promotion)
         return
     Console(highlight=False).print(f"{promotion['alias']} now serves {promotion['model_id']}.")
+
+
+@app.command()
+def delete(
+    model_id: ModelId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Delete a model that no alias serves and no unfinished job needs."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        deletion = client.delete(f"/models/{model_id}")
+    if as_json:
+        print_json(deletion)
+        return
+    Console(highlight=False).print(format_deletion(deletion), soft_wrap=True)
+
+
+@app.command()
+def restore(
+    model_id: ModelId, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None
+) -> None:
+    """Undo the deletion of a model."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        model = client.post(f"/models/{model_id}/restore")
+    if as_json:
+        print_json(model)
+        return
+    Console(highlight=False).print(f"Restored model {model['id']}.")
 
 
 @app.command()

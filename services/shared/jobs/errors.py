@@ -5,6 +5,7 @@
     ├── InvalidRequest        the request contradicts itself or what is stored
     ├── Conflict            the resource is not in the state that the request needs
     │   ├── InvalidTransition
+    │   ├── InUse           something refers to what is to be deleted
     │   └── GateNotPassed
     ├── DoesNotFit          the memory plan refuses the job
     └── Unavailable         the database or the broker cannot be reached
@@ -53,6 +54,15 @@ class InvalidTransition(Conflict):
         self.job_id = job_id
         self.state = state
         self.target = target
+
+
+class InUse(Conflict):
+    """Something refers to the resource that is to be deleted."""
+
+    def __init__(self, resource: str, id: str, references: list[str]) -> None:
+        more = f" (and {len(references) - 1} more; see references)" if len(references) > 1 else ""
+        super().__init__(f"{resource.capitalize()} {id} is not deleted: {references[0]}{more}.")
+        self.references = references
 
 
 class GateNotPassed(Conflict):

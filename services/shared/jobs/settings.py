@@ -52,6 +52,9 @@ class JobSettings(BaseSettings):
     tidy_seconds: float = Field(
         600.0, gt=0, description="How often a worker removes files that killed processes have left."
     )
+    delete_grace_days: float = Field(
+        7.0, ge=0, description="How long a deletion can be undone; then the files are removed."
+    )
     stop_grace_seconds: float = Field(
         120.0, gt=0, description="How long ranks may save after a stop request before SIGTERM."
     )

@@ -36,6 +36,7 @@ from services.shared.jobs.state import JobState, Phase, Reason
 from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 Kind = Literal["teacher", "distill"]
+Resource = Literal["dataset", "job", "model"]
 
 
 class _View(BaseModel):
@@ -56,6 +57,20 @@ class DatasetView(DatasetCard):
     """A stored dataset."""
 
     created_at: datetime
+    created_by: str | None = None  # name of the key
+    deleted_at: datetime | None = None  # hidden from lists; its files go after the grace period
+    deleted_by: str | None = None
+
+
+class DeletionView(_View):
+    """What was deleted, and until when that can be undone."""
+
+    resource: Resource
+    id: str
+    deleted_at: datetime
+    deleted_by: str  # name of the key, or retention
+    gone_after: datetime  # then the files are removed
+    notes: list[str]  # what came from it and stays
 
 
 class JobSummary(_View):
@@ -74,8 +89,11 @@ class JobSummary(_View):
     retry_of: str | None
     attempt: int  # number of the last attempt; 0 before the first
     created_at: datetime
+    created_by: str | None  # name of the key
     started_at: datetime | None
     ended_at: datetime | None
+    deleted_at: datetime | None  # hidden from lists; its run directories go after the grace period
+    deleted_by: str | None
 
 
 class AttemptView(_View):
@@ -173,6 +191,8 @@ class ModelView(_View):
     serving: dict[str, ServingView]  # by alias: of the model's newest promotion to it
     path: Path  # directory of the artifact
     created_at: datetime
+    deleted_at: datetime | None  # hidden from lists; its files go after the grace period
+    deleted_by: str | None
 
 
 class PromotionView(_View):

@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from services.shared.jobs.db.pagination import LARGEST_SEQ, checked_limit
+from services.shared.jobs.db.pagination import LARGEST_SEQ, checked_limit, shown
 from services.shared.jobs.db.references import Dependency, lock_dependency
 from services.shared.jobs.db.tables import AttemptRow, EventRow, JobRow, ModelRow
 from services.shared.jobs.db.transitions import ColumnValues, append_state_event, transition
@@ -44,6 +44,7 @@ def create(
     idempotency_key: str | None = None,
     retry_of: str | None = None,
     request: ChainSpec | None = None,
+    created_by: str | None = None,
 ) -> tuple[str, bool]:
     """Insert a job unless its key is known; return its id and whether it is new.
 
@@ -65,6 +66,7 @@ def create(
             idempotency_key=idempotency_key,
             spec_sha256=sha256,
             retry_of=retry_of,
+            created_by=created_by,
             **_columns(spec, dependency),
         )
         .on_conflict_do_nothing(index_elements=[JobRow.idempotency_key])
@@ -86,6 +88,7 @@ def create_chain(
     teacher: PlannedSpec,
     distill: PlannedSpec,
     idempotency_key: str | None = None,
+    created_by: str | None = None,
 ) -> tuple[str, bool]:
     """Insert both jobs of a chain unless its key is known; return the teacher's id, and if it is new."""
     teacher_id, created = create(
@@ -95,16 +98,25 @@ def create_chain(
         recipe=teacher.recipe,
         idempotency_key=idempotency_key,
         request=chain,
+        created_by=created_by,
     )
     if created:
-        spec = chain.distill_spec(teacher_id)
-        create(session, spec, plan=distill.plan, recipe=distill.recipe, request=chain)
+        create(
+            session,
+            chain.distill_spec(teacher_id),
+            plan=distill.plan,
+            recipe=distill.recipe,
+            request=chain,
+            created_by=created_by,
+        )
     return teacher_id, created
 
 
 def view(session: Session, job_id: str) -> JobView:
     """Return a job with its attempts; raises NotFound."""
     row = get(session, job_id)
+    if row.purged_at is not None:
+        raise NotFound("job", job_id)
     model_id = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job_id))
     children = session.scalars(
         select(JobRow.id).where(JobRow.parent_job_id == job_id).order_by(JobRow.id)
@@ -123,11 +135,12 @@ def list_page(
     *,
     state: JobState | None,
     kind: Kind | None,
+    deleted: bool,
     cursor: str | None,
     limit: int,
 ) -> Page[JobSummary]:
     """Return jobs, newest first."""
-    query = select(*_SUMMARY).order_by(JobRow.id.desc())
+    query = select(*_SUMMARY).where(*shown(JobRow, deleted=deleted)).order_by(JobRow.id.desc())
     if state is not None:
         query = query.where(JobRow.state == state)
     if kind is not None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
 
-from services.shared.jobs.db.pagination import checked_limit, cursor_seq
+from services.shared.jobs.db.pagination import checked_limit, cursor_seq, shown
 from services.shared.jobs.db.tables import JobRow, ModelRow, PromotionRow, ServingRow
 from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidRequest, NotFound
 from services.shared.jobs.gates import GateFloor, Int8Gate, evaluate_gate
@@ -57,8 +57,10 @@ def view(session: Session, model_id: str, *, settings: JobSettings) -> ModelView
     row = session.scalar(
         select(ModelRow).where((ModelRow.id == model_id) | (ModelRow.job_id == model_id))
     )
-    if row is not None:
+    if row is not None and row.purged_at is None:
         return _views(session, [row], settings)[0]
+    if row is not None:
+        raise NotFound("model", model_id)
     state = session.scalar(select(JobRow.state).where(JobRow.id == model_id))
     if state is None:
         raise NotFound("model", model_id)
@@ -69,12 +71,13 @@ def list_page(
     session: Session,
     *,
     kind: Kind | None,
+    deleted: bool,
     cursor: str | None,
     limit: int,
     settings: JobSettings,
 ) -> Page[ModelView]:
     """Return models, newest job first."""
-    query = select(ModelRow).order_by(ModelRow.id.desc())
+    query = select(ModelRow).where(*shown(ModelRow, deleted=deleted)).order_by(ModelRow.id.desc())
     if kind is not None:
         query = query.where(ModelRow.kind == kind)
     if cursor is not None:
@@ -104,7 +107,15 @@ def promote(
         )
     if model.gate is not None and not model.gate.passed and not force:
         raise GateNotPassed(model.id, model.gate.message)
+    _lock_for_promotion(session, model.id)
     return _append(session, model.id, alias, forced=force, reason=reason)
+
+
+def _lock_for_promotion(session: Session, model_id: str) -> None:
+    """Lock a model against deletion. Raises Conflict for a deleted one."""
+    query = select(ModelRow.id).where(ModelRow.id == model_id, ModelRow.deleted_at.is_(None))
+    if session.scalar(query.with_for_update(read=True)) is None:
+        raise Conflict(f"Model {model_id} is deleted: restore it before it is promoted.")
 
 
 def promotions(

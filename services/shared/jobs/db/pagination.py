@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from sqlalchemy import ColumnElement
+
+from services.shared.jobs.db.tables import Deletable
 from services.shared.jobs.errors import InvalidRequest
 
 MAX_LIMIT = 500
@@ -13,6 +16,13 @@ def checked_limit(limit: int) -> int:
     if not 1 <= limit <= MAX_LIMIT:
         raise InvalidRequest(f"limit: {limit} is not between 1 and {MAX_LIMIT}", field="limit")
     return limit
+
+
+def shown(kind: type[Deletable], *, deleted: bool) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of a list: of what is not deleted, or of what is but is not gone yet."""
+    if not deleted:
+        return (kind.deleted_at.is_(None),)
+    return kind.deleted_at.is_not(None), kind.purged_at.is_(None)
 
 
 def cursor_seq(cursor: str | None) -> int | None:

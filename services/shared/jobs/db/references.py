@@ -56,7 +56,9 @@ def lock_dependency(session: Session, spec: TeacherSpec | DistillSpec) -> Depend
 
     A teacher job that still runs is locked until the transaction ends, so that it cannot finish
     between this query and the insertion of its child. Raises InvalidRequest for one that has failed.
+    Datasets and models are locked as well, so that none is deleted meanwhile.
     """
+    _lock_references(session, spec)
     if isinstance(spec, TeacherSpec) or spec.teacher.job_id is None:
         model_id = None if isinstance(spec, TeacherSpec) else spec.teacher.model_id
         return Dependency(JobState.QUEUED, teacher_model_id=model_id)
@@ -72,8 +74,41 @@ def lock_dependency(session: Session, spec: TeacherSpec | DistillSpec) -> Depend
         )
     if parent.state != JobState.SUCCEEDED:
         return Dependency(JobState.WAITING, parent_job_id=job_id)
-    model_id = session.scalars(select(ModelRow.id).where(ModelRow.job_id == job_id)).one()
+    model_id = session.scalars(select(ModelRow.id).where(ModelRow.job_id == job_id)).one_or_none()
+    _lock_models(session, {"teacher.job_id": model_id or f"of job {job_id}"})
     return Dependency(JobState.QUEUED, parent_job_id=job_id, teacher_model_id=model_id)
+
+
+def _lock_references(session: Session, spec: TeacherSpec | DistillSpec) -> None:
+    """Lock the datasets and models that a spec names. Raises InvalidRequest for a deleted one."""
+    datasets = {"dataset_id": spec.dataset_id}
+    if isinstance(spec, TeacherSpec):
+        models = {"model.model_id": spec.model.model_id}
+    else:
+        models = {
+            "student.model_id": spec.student.model_id,
+            "teacher.model_id": spec.teacher.model_id,
+        }
+        for number, dataset_id in enumerate(spec.distillation.unlabelled_dataset_ids):
+            datasets[f"distillation.unlabelled_dataset_ids.{number}"] = dataset_id
+    known = _locked(session, DatasetRow, set(datasets.values()))
+    for field, dataset_id in datasets.items():
+        if dataset_id not in known:
+            raise InvalidRequest(f"{field}: there is no dataset {dataset_id!r}", field=field)
+    _lock_models(session, {field: id for field, id in models.items() if id is not None})
+
+
+def _lock_models(session: Session, models: dict[str, str]) -> None:
+    known = _locked(session, ModelRow, set(models.values()))
+    for field, model_id in models.items():
+        if model_id not in known:
+            raise InvalidRequest(f"{field}: there is no model {model_id!r}", field=field)
+
+
+def _locked(session: Session, kind: type[DatasetRow] | type[ModelRow], ids: set[str]) -> set[str]:
+    """Lock rows against deletion, in order of their ids; return those that are not deleted."""
+    query = select(kind.id).where(kind.id.in_(ids), kind.deleted_at.is_(None)).order_by(kind.id)
+    return set(session.scalars(query.with_for_update(read=True))) if ids else set()
 
 
 def _teacher(session: Session, spec: DistillSpec) -> TeacherReference:
@@ -87,7 +122,7 @@ def _teacher(session: Session, spec: DistillSpec) -> TeacherReference:
         raise _no_such_job(job_id)
     model = session.scalar(select(ModelRow).where(ModelRow.job_id == job_id))
     if model is not None:
-        return _registered(model)
+        return _registered(_check_model(session, model.id, field="teacher.job_id"))
     card = _card(session, job.dataset_id, field="teacher.job_id")
     parent = job_spec.validate_python(job.spec)
     return TeacherReference(job_spec=parent, heads=_chosen(parent.heads, card))
@@ -125,7 +160,9 @@ def _head(stored: ModelHeadDict) -> Head:
 
 
 def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:
-    card = session.scalar(select(DatasetRow.card).where(DatasetRow.id == dataset_id))
+    card = session.scalar(
+        select(DatasetRow.card).where(DatasetRow.id == dataset_id, DatasetRow.deleted_at.is_(None))
+    )
     if card is None:
         raise InvalidRequest(f"{field}: there is no dataset {dataset_id!r}", field=field)
     return DatasetCard.model_validate(card)
@@ -133,7 +170,13 @@ def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:
 
 def _check_unlabelled(session: Session, dataset_ids: Sequence[str]) -> None:
     """Raise InvalidRequest for the first dataset that does not exist. One query for all of them."""
-    known = set(session.scalars(select(DatasetRow.id).where(DatasetRow.id.in_(dataset_ids))))
+    known = set(
+        session.scalars(
+            select(DatasetRow.id).where(
+                DatasetRow.id.in_(dataset_ids), DatasetRow.deleted_at.is_(None)
+            )
+        )
+    )
     for number, dataset_id in enumerate(dataset_ids):
         if dataset_id not in known:
             field = f"distillation.unlabelled_dataset_ids.{number}"
@@ -144,7 +187,7 @@ def _check_model(session: Session, model_id: str | None, *, field: str) -> Model
     if model_id is None:
         return None
     model = session.get(ModelRow, model_id)
-    if model is None:
+    if model is None or model.deleted_at is not None:
         raise InvalidRequest(f"{field}: there is no model {model_id!r}", field=field)
     return model
 

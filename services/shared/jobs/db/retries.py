@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session, aliased
 from services.shared.jobs.db.job_queries import create, get
 from services.shared.jobs.db.tables import JobRow
 from services.shared.jobs.documents import JobPlanDict
-from services.shared.jobs.errors import InvalidTransition
+from services.shared.jobs.errors import Conflict, InvalidTransition
 from services.shared.jobs.planning.spec_changes import ChangedSpec
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSource, job_spec
 from services.shared.jobs.state import JobState, Reason
@@ -23,6 +23,7 @@ def retry(
     *,
     plan: JobPlanDict | None,
     idempotency_key: str | None,
+    created_by: str | None = None,
 ) -> tuple[str, bool]:
     """Insert a new job that repeats a failed or cancelled one; return its id, and if it is new.
 
@@ -30,6 +31,8 @@ def retry(
     Raises NotFound, InvalidTransition for any other state.
     """
     old = get(session, job_id, lock=True)
+    if old.deleted_at is not None:
+        raise Conflict(f"Job {job_id} is deleted: restore it before it is retried.")
     if old.state not in _UNSUCCESSFUL:
         raise InvalidTransition(job_id, old.state, JobState.QUEUED)
     new, created = create(
@@ -39,13 +42,16 @@ def retry(
         recipe=changed.recipe,
         idempotency_key=idempotency_key,
         retry_of=job_id,
+        created_by=created_by,
     )
     if created:
-        _retry_children(session, job_id, new_parent_id=new)
+        _retry_children(session, job_id, new_parent_id=new, created_by=created_by)
     return new, created
 
 
-def _retry_children(session: Session, parent_id: str, *, new_parent_id: str) -> None:
+def _retry_children(
+    session: Session, parent_id: str, *, new_parent_id: str, created_by: str | None
+) -> None:
     """Repeat the jobs that failed with a job, and their own children.
 
     A child that has been repeated before is skipped, unless that retry failed or was cancelled too.
@@ -70,5 +76,6 @@ def _retry_children(session: Session, parent_id: str, *, new_parent_id: str) -> 
             plan=child.plan,
             recipe=Recipe.model_validate(child.recipe),
             retry_of=child.id,
+            created_by=created_by,
         )
-        _retry_children(session, child.id, new_parent_id=new)
+        _retry_children(session, child.id, new_parent_id=new, created_by=created_by)

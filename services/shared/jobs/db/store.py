@@ -12,7 +12,7 @@ from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.db import attempt_queries, job_queries, model_queries, retries
 from services.shared.jobs.db.claims import claimed_references, make_claim
 from services.shared.jobs.db.connection import create_engine, transaction
-from services.shared.jobs.db.pagination import checked_limit
+from services.shared.jobs.db.pagination import checked_limit, shown
 from services.shared.jobs.db.references import load_references
 from services.shared.jobs.db.tables import DatasetRow
 from services.shared.jobs.documents import JobPlanDict, ProgressDict
@@ -67,12 +67,19 @@ class Store:
 
     # Datasets
 
-    def add_dataset(self, card: DatasetCard) -> DatasetView:
+    def add_dataset(
+        self, card: DatasetCard, *, created_by: str | None = None, size_bytes: int = 0
+    ) -> DatasetView:
         """Register a dataset whose files are already in `settings.dataset_dir(card.id)`."""
         with transaction(self.engine) as session:
             row = session.scalars(
                 insert(DatasetRow)
-                .values(id=card.id, card=card.model_dump(mode="json"))
+                .values(
+                    id=card.id,
+                    card=card.model_dump(mode="json"),
+                    created_by=created_by,
+                    size_bytes=size_bytes,
+                )
                 .returning(DatasetRow)
             ).one()
             return _dataset_view(row)
@@ -81,13 +88,19 @@ class Store:
         """Return a dataset; raises NotFound."""
         with transaction(self.engine) as session:
             row = session.get(DatasetRow, dataset_id)
-            if row is None:
+            if row is None or row.purged_at is not None:
                 raise NotFound("dataset", dataset_id)
             return _dataset_view(row)
 
-    def list_datasets(self, *, cursor: str | None = None, limit: int = 50) -> Page[DatasetView]:
+    def list_datasets(
+        self, *, deleted: bool = False, cursor: str | None = None, limit: int = 50
+    ) -> Page[DatasetView]:
         """Return datasets, newest first; raises InvalidRequest for a limit outside of 1 to 500."""
-        query = select(DatasetRow).order_by(DatasetRow.id.desc())
+        query = (
+            select(DatasetRow)
+            .where(*shown(DatasetRow, deleted=deleted))
+            .order_by(DatasetRow.id.desc())
+        )
         if cursor is not None:
             query = query.where(DatasetRow.id < cursor)
         with transaction(self.engine) as session:
@@ -110,7 +123,11 @@ class Store:
         return resolve_directories(spec, references, settings=self.settings, chained=chained)
 
     def create_job(
-        self, planned: PlannedSpec, *, idempotency_key: str | None = None
+        self,
+        planned: PlannedSpec,
+        *,
+        idempotency_key: str | None = None,
+        created_by: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store a job; return it and whether it is new: send it after that if it is `queued`.
 
@@ -124,6 +141,7 @@ class Store:
                 plan=planned.plan,
                 recipe=planned.recipe,
                 idempotency_key=idempotency_key,
+                created_by=created_by,
             )
             return job_queries.view(session, job_id), created
 
@@ -134,6 +152,7 @@ class Store:
         teacher: PlannedSpec,
         distill: PlannedSpec,
         idempotency_key: str | None = None,
+        created_by: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store both jobs of a chain or neither; return the teacher job and whether they are new.
 
@@ -141,7 +160,12 @@ class Store:
         """
         with transaction(self.engine) as session:
             teacher_id, created = job_queries.create_chain(
-                session, chain, teacher=teacher, distill=distill, idempotency_key=idempotency_key
+                session,
+                chain,
+                teacher=teacher,
+                distill=distill,
+                idempotency_key=idempotency_key,
+                created_by=created_by,
             )
             return job_queries.view(session, teacher_id), created
 
@@ -155,13 +179,14 @@ class Store:
         *,
         state: JobState | None = None,
         kind: Kind | None = None,
+        deleted: bool = False,
         cursor: str | None = None,
         limit: int = 50,
     ) -> Page[JobSummary]:
         """Return jobs, newest first; raises InvalidRequest for a limit outside of 1 to 500."""
         with transaction(self.engine) as session:
             return job_queries.list_page(
-                session, state=state, kind=kind, cursor=cursor, limit=limit
+                session, state=state, kind=kind, deleted=deleted, cursor=cursor, limit=limit
             )
 
     def events(self, job_id: str, *, after_seq: int = 0, limit: int = 100) -> list[EventView]:
@@ -196,6 +221,7 @@ class Store:
         *,
         plan: JobPlanDict | None = None,
         idempotency_key: str | None = None,
+        created_by: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store a new job that repeats a failed or cancelled one and resumes from its checkpoints.
 
@@ -205,7 +231,12 @@ class Store:
         """
         with transaction(self.engine) as session:
             new, created = retries.retry(
-                session, job_id, changed, plan=plan, idempotency_key=idempotency_key
+                session,
+                job_id,
+                changed,
+                plan=plan,
+                idempotency_key=idempotency_key,
+                created_by=created_by,
             )
             return job_queries.view(session, new), created
 
@@ -312,12 +343,22 @@ class Store:
             return model_queries.view(session, model_id, settings=self.settings)
 
     def list_models(
-        self, *, kind: Kind | None = None, cursor: str | None = None, limit: int = 50
+        self,
+        *,
+        kind: Kind | None = None,
+        deleted: bool = False,
+        cursor: str | None = None,
+        limit: int = 50,
     ) -> Page[ModelView]:
         """Return models, newest job first; raises InvalidRequest for a limit outside of 1 to 500."""
         with transaction(self.engine) as session:
             return model_queries.list_page(
-                session, kind=kind, cursor=cursor, limit=limit, settings=self.settings
+                session,
+                kind=kind,
+                deleted=deleted,
+                cursor=cursor,
+                limit=limit,
+                settings=self.settings,
             )
 
     def promote(
@@ -368,4 +409,5 @@ class Store:
 
 
 def _dataset_view(row: DatasetRow) -> DatasetView:
-    return DatasetView.model_validate({**row.card, "created_at": row.created_at})
+    names = ("created_at", "created_by", "deleted_at", "deleted_by")
+    return DatasetView.model_validate({**row.card, **{n: getattr(row, n) for n in names}})

@@ -7,6 +7,11 @@ events      what happened to a job, in order; read by the event stream
 models      one row per successful job
 promotions  appended only: which model an alias serves from then on
 servings    appended only: whether the API loaded the model of a promotion
+epochs      one row: what ties this database to the files of its data directory
+usage_samples  how full the disk was, and by which kinds of files
+
+Datasets, jobs and models are deleted in two steps: `deleted_at` hides a row and can be undone; once its
+files are gone it has `purged_at`, and stays only as long as another row refers to it.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
+import sqlalchemy
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
@@ -67,22 +73,47 @@ IS_QUEUED = text("state = 'queued'")
 IS_LEASED = text("state IN ('running', 'cancelling')")
 
 
-class DatasetRow(Table):
+class Deletable:
+    """The columns of what is deleted in two steps."""
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    deleted_at: Mapped[datetime | None]
+    deleted_by: Mapped[str | None]  # name of the key, or retention
+    purged_at: Mapped[datetime | None]  # its files are gone
+
+
+def _deletable() -> tuple[CheckConstraint, CheckConstraint]:
+    return (
+        CheckConstraint("(deleted_at IS NULL) = (deleted_by IS NULL)", name="deleted_by_someone"),
+        CheckConstraint(
+            "purged_at IS NULL OR deleted_at IS NOT NULL", name="purged_after_deletion"
+        ),
+    )
+
+
+def _index_where_set(table: str, column: str) -> Index:
+    is_set = sqlalchemy.column(column).is_not(None)
+    return Index(f"{table}_{column}_idx", column, postgresql_where=is_set)
+
+
+class DatasetRow(Deletable, Table):
     """A validated dataset; its files are below the datasets directory, under its id."""
 
     __tablename__ = "datasets"
 
-    id: Mapped[str] = mapped_column(primary_key=True)
     card: Mapped[dict[str, object]] = mapped_column(CleanJson)  # datasets.card.DatasetCard
+    size_bytes: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    created_by: Mapped[str | None]  # name of the key
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
+    __table_args__ = (*_deletable(), _index_where_set("datasets", "deleted_at"))
 
-class JobRow(Table):
+
+class JobRow(Deletable, Table):
     """A job. Only `transitions.transition` writes `state`."""
 
     __tablename__ = "jobs"
 
-    id: Mapped[str] = mapped_column(primary_key=True)
     kind: Mapped[Kind] = mapped_column(CleanText)
     name: Mapped[str | None]
     state: Mapped[str]
@@ -115,6 +146,8 @@ class JobRow(Table):
 
     idempotency_key: Mapped[str | None] = mapped_column(unique=True)
     spec_sha256: Mapped[str]
+    created_by: Mapped[str | None]  # name of the key
+    running_quota: Mapped[int | None]  # how many jobs of that key may run at once
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     sent_at: Mapped[datetime | None]
     started_at: Mapped[datetime | None]
@@ -155,6 +188,12 @@ class JobRow(Table):
             name="attempts_in_bounds",
         ),
         CheckConstraint("parent_job_id <> id AND retry_of <> id", name="not_its_own_relative"),
+        *_deletable(),
+        _index_where_set("jobs", "deleted_at"),
+        _index_where_set("jobs", "ended_at"),
+        _index_where_set("jobs", "retry_of"),
+        _index_where_set("jobs", "teacher_model_id"),
+        Index("jobs_dataset_id_idx", "dataset_id"),
         Index("jobs_state_id_idx", "state", "id"),
         Index("jobs_kind_state_id_idx", "kind", "state", "id"),
         Index("jobs_kind_id_idx", "kind", "id"),
@@ -227,12 +266,11 @@ class EventRow(Table):
     )
 
 
-class ModelRow(Table):
+class ModelRow(Deletable, Table):
     """The result of a successful job; its files are below the models directory, under its id."""
 
     __tablename__ = "models"
 
-    id: Mapped[str] = mapped_column(primary_key=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
     kind: Mapped[Kind] = mapped_column(CleanText)
     name: Mapped[str | None]
@@ -250,6 +288,10 @@ class ModelRow(Table):
     __table_args__ = (
         CheckConstraint("kind IN ('teacher', 'distill')", name="kind_known"),
         CheckConstraint("parameters >= 0 AND size_bytes >= 0", name="counts_not_negative"),
+        *_deletable(),
+        _index_where_set("models", "deleted_at"),
+        _index_where_set("models", "teacher_model_id"),
+        Index("models_dataset_id_idx", "dataset_id"),
     )
 
 
@@ -292,3 +334,27 @@ class ServingRow(Table):
         CheckConstraint("(outcome = 'refused') = (why IS NOT NULL)", name="refused_for_a_reason"),
         Index("servings_promotion_id_seq_idx", "promotion_id", "seq"),
     )
+
+
+class EpochRow(Table):
+    """The identity that this database shares with its data directory, and a counter that only grows."""
+
+    __tablename__ = "epochs"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    counter: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    ticked_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    only_row: Mapped[bool] = mapped_column(unique=True, server_default=text("true"))
+
+    __table_args__ = (CheckConstraint("only_row", name="one_row"),)
+
+
+class UsageSampleRow(Table):
+    """The use of the disk at one moment."""
+
+    __tablename__ = "usage_samples"
+
+    taken_at: Mapped[datetime] = mapped_column(primary_key=True, server_default=func.now())
+    disk_total_bytes: Mapped[int] = mapped_column(BigInteger)
+    disk_used_bytes: Mapped[int] = mapped_column(BigInteger)
+    stored_bytes: Mapped[dict[str, int]] = mapped_column(CleanJson)  # by kind of file
