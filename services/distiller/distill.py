@@ -241,7 +241,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
                 record,
                 world,
                 state,
-                tokenizer=init.tokenizer,
+                init=init,
                 steps_per_epoch=steps_per_epoch,
                 signals=mode,
             )

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from services.distiller.evaluate import compare, single_text_seconds
 from services.distiller.inputs import DistillationData
 from services.distiller.signals import Signals
+from services.distiller.student import StudentInit
 from services.distiller.teacher import Teacher, TeacherFiles
 from services.shared.files.hashing import file_sha256
 from services.shared.jobs.artifact_layout import MANIFEST
@@ -165,13 +166,13 @@ def publish(
     world: World,
     state: LoopState,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    init: StudentInit,
     steps_per_epoch: int,
     signals: str,
 ) -> Report:
     """Evaluate the student, write its artifact, check it once as written, and report. Collective."""
     assert isinstance(task.spec, DistillSpec)
-    training = task.spec.training
+    training, tokenizer = task.spec.training, init.tokenizer
     evaluation, calibration = evaluate_student(
         student,
         data,
@@ -211,6 +212,8 @@ def publish(
             evaluation |= _exported_metrics(
                 exported, tokenizer, data, max_length=training.max_length, device=world.device
             )
+            if init.vocabulary is not None:
+                evaluation["vocabulary"] = init.vocabulary.report.model_dump()
         sealed = seal_artifact(
             staging_dir,
             heads=data.heads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from services.shared.training.job_setup import check_length, read_config, train_
 from services.shared.training.process import RunFailed, World, fail_with
 from services.shared.training.sharding.load import initialise, load_pretrained
 from services.shared.training.sharding.shard import Sharded
+from services.shared.training.vocabulary import KeptRows, trim_shared_vocabulary
 
 # "layers.3.mlp.up_proj.weight", "encoder.layer.3.output.dense.bias", "h.3.attn.c_attn.weight"
 _LAYER = re.compile(r"^(?P<list>(?:.*\.)?(?:layers?|h))\.(?P<number>\d+)\.")
@@ -34,6 +35,7 @@ class StudentInit:
     tokenizer: PreTrainedTokenizerBase
     directory: Path | None  # None: drawn from the seed
     layers: list[int] | None = None  # layers of the teacher to take, in order; None: all
+    vocabulary: KeptRows | None = None  # None: all rows of the embedding
 
 
 def plan_student(
@@ -62,14 +64,17 @@ def plan_student(
             f"{init.config.vocab_size}",
         )
     check_length(init.config, task.spec.training.max_length)
-    return init
+    if not source.trim_vocabulary:
+        return init
+    found = trim_shared_vocabulary(run, task, tokenizer, init.config, world)
+    return replace(init, config=found.config, tokenizer=found.tokenizer, vocabulary=found.kept)
 
 
 def teacher_tokenizer(
     spec: DistillSpec, init: StudentInit, files: TeacherFiles
 ) -> PreTrainedTokenizerBase:
     """Return the teacher's tokenizer: the same object as the student's where they share it."""
-    if spec.student.tokenizer == "teacher":
+    if spec.student.tokenizer == "teacher" and init.vocabulary is None:
         return init.tokenizer
     return load_tokenizer(files.directory)
 
@@ -79,10 +84,11 @@ def load_student(student: Sharded, init: StudentInit, teacher: TeacherFiles, *, 
 
     Raises RunFailed(BAD_MODEL).
     """
+    vocabulary = None if init.vocabulary is None else init.vocabulary.rows
     if init.directory is None:
         initialise(student, seed=seed)
     elif init.layers is None:
-        load_pretrained(student, init.directory, seed=seed)
+        load_pretrained(student, init.directory, seed=seed, vocabulary=vocabulary)
     else:
         layers = init.layers
         load_pretrained(
@@ -91,6 +97,7 @@ def load_student(student: Sharded, init: StudentInit, teacher: TeacherFiles, *, 
             seed=seed,
             heads=_teacher_heads(student, teacher),
             source_name=lambda name: _teacher_name(name, layers),
+            vocabulary=vocabulary,
         )
 
 

@@ -25,7 +25,7 @@ from services.shared.training.process import Position, RunFailed, World, agreed_
 from services.shared.training.progress import Progress
 from services.shared.training.schedule import plan_schedule
 from services.shared.training.sharding.load import initialise, load_pretrained
-from services.trainer.inputs import backbone_config, check_budget, read_data
+from services.trainer.inputs import check_budget, read_data
 from services.trainer.publish import publish
 
 
@@ -41,7 +41,6 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
         verify_models([task.model_dir, task.teacher_dir], world)
         data = read_data(run, task, world)
         check_budget(data, budget_tokens)
-        config = backbone_config(task, data.tokenizer)
     heads, train, pad_id = data.heads, data.train, data.tokenizer.pad_token_id
     weights = None
     if training.class_weights == "balanced":
@@ -50,12 +49,13 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
 
     progress.phase(Phase.WRAPPING)
     with probe.phase("wrap"):
-        sharded = shard_model(config, heads, recipe, world)
+        sharded = shard_model(data.config, heads, recipe, world)
     probe.check_sharding(sharded)
     progress.phase(Phase.LOADING, "reading weights")
     with probe.phase("load"):
         if task.model_dir is not None:
-            load_pretrained(sharded, task.model_dir, seed=training.seed)
+            kept = None if data.vocabulary is None else data.vocabulary.rows
+            load_pretrained(sharded, task.model_dir, seed=training.seed, vocabulary=kept)
         else:
             initialise(sharded, seed=training.seed)
         optimizer = build_optimizer(sharded, training, world)

@@ -16,15 +16,18 @@ from services.shared.model.classifier import build_config
 from services.shared.model.tokens import TokenisedSplit, load_tokenizer, read_split, select_heads
 from services.shared.training.job_setup import check_length, read_config, train_shared_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
+from services.shared.training.vocabulary import KeptRows, trim_shared_vocabulary
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The tokenised texts and labels of a teacher job."""
+    """The tokenised texts and labels of a teacher job, and the model that reads them."""
 
     card: DatasetCard
     heads: list[Head]
     tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig  # of the backbone
+    vocabulary: KeptRows | None  # None: all rows of the embedding
     train: TokenisedSplit
     validation: TokenisedSplit
     test: TokenisedSplit
@@ -38,6 +41,10 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
         heads = select_heads(card, task.spec.heads)
     with fail_with(Reason.BAD_MODEL):
         tokenizer = _tokenizer(run, task, world)
+    config, vocabulary = backbone_config(task, tokenizer), None
+    if task.spec.model.trim_vocabulary:
+        found = trim_shared_vocabulary(run, task, tokenizer, config, world)
+        tokenizer, config, vocabulary = found.tokenizer, found.config, found.kept
     with fail_with(Reason.BAD_DATA):
         train, validation, test = (
             read_split(
@@ -51,7 +58,7 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
         )
     if not len(train):
         raise RunFailed(Reason.BAD_DATA, f"dataset {card.name!r} has no training texts")
-    return TrainingData(card, heads, tokenizer, train, validation, test)
+    return TrainingData(card, heads, tokenizer, config, vocabulary, train, validation, test)
 
 
 def backbone_config(task: RunInput, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:

@@ -66,6 +66,8 @@ def publish(
     if world.is_first and evaluation:
         seed = task.spec.training.seed
         add_baseline(evaluation, data.heads, train=labelled, held_out=held_out, seed=seed)
+        if data.vocabulary is not None:
+            evaluation["vocabulary"] = data.vocabulary.report.model_dump()
     max_length = task.spec.training.max_length
     staging_dir = export_artifact(
         run, sharded, data.tokenizer, labelled.texts, world, max_length=max_length

@@ -247,6 +247,20 @@ def test_a_student_with_another_tokenizer_learns_too(
     assert report.evaluation["heads"]["sentiment"]["agreement"] > MIN_AGREEMENT
 
 
+def test_a_student_with_a_trimmed_vocabulary_learns_and_is_served_with_it(
+    task: MakeTask, distilled: Distil, run: RunDirectory, new_dataset: MakeDataset
+) -> None:
+    few = new_dataset({Split.TRAIN: 8, Split.VALIDATION: 8, Split.TEST: 8})
+    source = {"layers_of_teacher": 2, "tokenizer": "teacher", "trim_vocabulary": True}
+    report = distilled(task(dataset_dir=few, student=source))
+    vocabulary = report.evaluation["vocabulary"]
+    assert vocabulary["rows"] < vocabulary["rows_before"]
+    classifier, tokenizer = load_classifier(run.export), load_tokenizer(run.export)
+    assert classifier.config.vocab_size == len(tokenizer) == vocabulary["rows"]
+    assert check_golden(run.export, classifier, tokenizer) is not None
+    assert report.parameters == sum(p.numel() for p in classifier.parameters())
+
+
 def test_an_encoder_learns_from_a_decoder(
     task: MakeTask, distilled: Distil, run: RunDirectory
 ) -> None:

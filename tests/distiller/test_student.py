@@ -9,17 +9,18 @@ import torch
 
 from services.distiller.student import StudentInit, kept_layers, load_student, plan_student
 from services.distiller.teacher import read_teacher
+from services.shared.datasets.card import Split
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.classifier import TAPPED
-from services.shared.model.tokens import load_tokenizer
+from services.shared.model.tokens import load_tokenizer, read_rows
 from services.shared.training.job_setup import resolved_recipe, shard_model
 from services.shared.training.process import RunFailed, World
 from services.shared.training.sharding.shard import Sharded
 from tests.factories import TINY_STUDENT
 
 if TYPE_CHECKING:
-    from tests.distiller.conftest import MakeTask
+    from tests.distiller.conftest import MakeDataset, MakeTask
 
 IDS = torch.tensor([[2, 9, 8, 7, 3]])
 
@@ -86,6 +87,44 @@ def test_a_student_from_a_config_may_have_a_tokenizer_of_its_own(
     )
     assert len(init.tokenizer) == 320
     assert init.config.vocab_size == 320
+
+
+def test_a_trimmed_student_equals_the_untrimmed_one_on_texts_of_kept_pieces(
+    initialised: InitialiseStudent, new_dataset: MakeDataset, run: RunDirectory
+) -> None:
+    few = new_dataset({Split.TRAIN: 4, Split.VALIDATION: 8, Split.TEST: 8})
+    source = {"layers_of_teacher": 2, "tokenizer": "teacher"}
+    whole, init = initialised(dataset_dir=few, student=source)
+    trimmed, trimmed_init = initialised(dataset_dir=few, student=source | {"trim_vocabulary": True})
+    assert trimmed_init.vocabulary is not None
+    report = trimmed_init.vocabulary.report
+    assert report.rows == trimmed_init.config.vocab_size == len(trimmed_init.tokenizer)
+    assert report.rows < report.rows_before == init.config.vocab_size
+    assert 0 < report.validation_texts_changed_share <= 1
+    assert report.validation_unknown_share == 0
+    saved = init.config.vocab_size - report.rows
+    assert trimmed.num_parameters == whole.num_parameters - saved * init.config.hidden_size
+    for text in read_rows(few, Split.TRAIN, []).texts:
+        before, after = (
+            student.module(torch.tensor([tokenizer(text)["input_ids"]]))
+            for student, tokenizer in (
+                (whole, init.tokenizer),
+                (trimmed, trimmed_init.tokenizer),
+            )
+        )
+        assert all(torch.equal(before[head], after[head]) for head in before)
+
+
+def test_a_student_from_a_config_takes_the_kept_pieces_of_its_teachers_tokenizer(
+    initialised: InitialiseStudent, new_dataset: MakeDataset
+) -> None:
+    few = new_dataset({Split.TRAIN: 4, Split.VALIDATION: 8, Split.TEST: 8})
+    _, init = initialised(
+        dataset_dir=few,
+        student={"config": TINY_STUDENT, "tokenizer": "teacher", "trim_vocabulary": True},
+    )
+    assert init.vocabulary is not None
+    assert init.config.vocab_size == init.vocabulary.report.rows < 400
 
 
 def test_taking_every_layer_of_the_teacher_is_refused(

@@ -67,6 +67,11 @@ class ModelSource(_Spec):
         description="`own`: the directory's; `teacher`: the teacher's (students only); or one trained "
         "on the training split (with `config`).",
     )
+    trim_vocabulary: bool = Field(
+        False,
+        description="Leave out the vocabulary rows that no training or unlabelled text uses. Pieces of "
+        "one character or byte are kept, so that other texts can still be read.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSource:
@@ -91,6 +96,11 @@ class ModelSource(_Spec):
             raise ValueError('tokenizer: a student cut from the teacher uses "teacher"')
         if isinstance(self.tokenizer, TrainedTokenizer) and self.config is None:
             raise ValueError("tokenizer: a trained tokenizer needs a model started from a config")
+        if self.trim_vocabulary and isinstance(self.tokenizer, TrainedTokenizer):
+            raise ValueError(
+                "trim_vocabulary: a tokenizer trained on these texts has no rows to leave out; lower "
+                "tokenizer.vocab_size instead"
+            )
         return self
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from services.shared.jobs.state import Reason
-from services.shared.model.classifier import initial_heads, initial_projections
+from services.shared.model.classifier import embedding, initial_heads, initial_projections
 from services.shared.training.process import RunFailed, fail_with
 from services.shared.training.sharding.safetensors_ranges import TensorFile
 from services.shared.training.sharding.shard import LocalShard, Sharded, plain_name
@@ -79,21 +79,28 @@ def load_pretrained(
     seed: int,
     heads: Mapping[str, Tensor] | None = None,
     source_name: Callable[[str], str] = str,
+    vocabulary: Sequence[int] | None = None,
 ) -> None:
     """Fill the backbone from the safetensors files of a directory, the heads from the seed.
 
     `heads` gives them trained weights instead, as `<head>.weight|bias`. `source_name` says under
-    which name the files hold a backbone parameter of ours, where layers are left out.
+    which name the files hold a backbone parameter of ours, where layers are left out; `vocabulary`
+    which rows of their token embedding are ours (None: all).
     Raises RunFailed(BAD_MODEL) for missing, misshapen or unreadable tensors and for pickled weights.
     """
     sums = Checksums()
     with fail_with(Reason.BAD_MODEL), ExitStack() as stack:
         files = _open_weights(directory, stack)
         backbone: Any = sharded.classifier.backbone
+        trimmed = None if vocabulary is None else _embedding_name(sharded)
         for shard in sharded.shards:
-            if shard.name.startswith(_BACKBONE):
-                name = source_name(shard.name.removeprefix(_BACKBONE))
-                key = _key(name, files, prefix=backbone.base_model_prefix)
+            if not shard.name.startswith(_BACKBONE):
+                continue
+            name = source_name(shard.name.removeprefix(_BACKBONE))
+            key = _key(name, files, prefix=backbone.base_model_prefix)
+            if vocabulary is not None and shard.name == trimmed:
+                _fill_rows_from_file(shard, files[key], key, vocabulary, sums)
+            else:
                 _fill_from_file(shard, files[key], key, sums)
     _fill_linears(sharded, seed, heads, sums)
     sums.verify(sharded.shards)
@@ -231,6 +238,40 @@ def _fill_from_file(shard: LocalShard, file: TensorFile, key: str, sums: Checksu
     for at in range(shard.start, max(shard.stop, shard.start + 1), CHUNK_ELEMENTS):
         stop = min(at + CHUNK_ELEMENTS, shard.stop)
         _put(shard, file.read(key, at, stop), at - shard.start, sums)
+
+
+def _embedding_name(sharded: Sharded) -> str:
+    tokens = embedding(sharded.classifier)
+    names = (name for name, module in sharded.classifier.named_modules() if module is tokens)
+    return plain_name(f"{next(names)}.weight")
+
+
+def _fill_rows_from_file(
+    shard: LocalShard, file: TensorFile, key: str, rows: Sequence[int], sums: Checksums
+) -> None:
+    """Fill a shard of the rows `rows` of a matrix; neighbouring rows are read together."""
+    shape = file.entries[key].shape
+    if (len(rows), *shape[1:]) != shard.shape or rows[-1] >= shape[0]:
+        raise ValueError(
+            f"{file.path.name}: tensor {key!r} has shape {list(shape)}, of which {len(rows)} rows up to "
+            f"{rows[-1]} are to be read as {list(shard.shape)}"
+        )
+    width = shard.shape[1]
+    for first, last in _runs(rows):
+        at, end = max(first * width, shard.start), min(last * width, shard.stop)
+        moved = (rows[first] - first) * width  # to the place of these rows in the file
+        for start in range(at, end, CHUNK_ELEMENTS):
+            stop = min(start + CHUNK_ELEMENTS, end)
+            _put(shard, file.read(key, start + moved, stop + moved), start - shard.start, sums)
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges [first, last) of positions in `rows` that hold consecutive numbers."""
+    first = 0
+    for at in range(1, len(rows) + 1):
+        if at == len(rows) or rows[at] != rows[at - 1] + 1:
+            yield first, at
+            first = at
 
 
 def _put(shard: LocalShard, values: Tensor, at: int, sums: Checksums) -> None:
