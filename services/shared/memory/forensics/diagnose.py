@@ -24,6 +24,7 @@ from services.shared.memory.forensics.matching.request_matching import (
 from services.shared.memory.forensics.next_measurement import next_measurement
 from services.shared.memory.forensics.remedies.propose import propose_remedies
 from services.shared.memory.forensics.rules.progress import state_was_smaller, weighed_by_progress
+from services.shared.memory.forensics.rules.remainder import explanations_left_open
 from services.shared.memory.forensics.rules.rule_table import hypotheses_from_rules
 from services.shared.memory.forensics.rules.signals import ROOT_GATHERED
 from services.shared.memory.forensics.scenarios import hypotheses_from_timelines, plan_with
@@ -103,7 +104,11 @@ def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesi
         surviving = {h.cause for h in computed if h.strength is not Strength.EXCLUDED}
         if len(surviving) == 1:
             computed = tuple(_promoted_to_likely(h) for h in computed)
-    return _with_one_likely(sorted((*stated, *computed), key=lambda h: -h.strength))
+    ordered = sorted((*stated, *computed), key=lambda h: -h.strength)
+    left = explanations_left_open(evidence, needs, tuple(ordered)) if not computed else ()
+    return _with_one_likely(
+        [*(h for h in ordered if h.strength), *left, *(h for h in ordered if not h.strength)]
+    )
 
 
 def _with_one_likely(ordered: list[Hypothesis]) -> tuple[Hypothesis, ...]:
@@ -188,6 +193,9 @@ def _notes(evidence: Evidence, needs: Needs | None) -> tuple[str, ...]:
     notes = [
         f"field {name!r} is not part of a case and was ignored" for name in evidence.case.ignored
     ]
+    if evidence.from_log:
+        stated = ", ".join(f"{name} {value}" for name, value in evidence.from_log.items())
+        notes.append(f"read from the log: {stated}")
     notes += [f"the log says that {note}" for note in sorted(evidence.log.notes)]
     message = evidence.message
     if message is not None and message.requested is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.shared.memory.architecture.dimensions import Family
@@ -17,6 +17,7 @@ from services.shared.memory.forensics.free_text import (
     Framework,
     PrecisionSettings,
     ShardingSettings,
+    parameters_in_name,
     read_device,
     read_optimizer,
     read_phase,
@@ -67,6 +68,7 @@ class Evidence:
     optimizer_impl: OptimizerImpl | None
     device: str | None
     candidates: tuple[Candidate, ...] = ()
+    from_log: Mapping[str, Any] = field(default_factory=dict)  # settings that only the log states
 
     @property
     def framework(self) -> Framework | None:
@@ -143,6 +145,8 @@ def gather_evidence(case: Case, log: LogReading | None = None) -> Evidence:
     A `log` that was already read replaces the case's own text.
     """
     log = log or read_log(case.log)
+    from_log = settings_of_log(case, log)
+    case = replace(case, **from_log)
     message = log.primary
     precision = _precision(case, log)
     strategy = read_strategy("; ".join(t for t in (case.sharding_strategy, case.offload) if t))
@@ -165,10 +169,47 @@ def gather_evidence(case: Case, log: LogReading | None = None) -> Evidence:
         optimizer=optimizer,
         optimizer_impl=case.optimizer_impl or implementation,
         device=device,
+        from_log=from_log,
     )
-    if evidence.num_parameters is None and evidence.shape:
-        evidence = replace(evidence, num_parameters=evidence.shape.num_parameters)
+    if evidence.num_parameters is None:
+        evidence = replace(evidence, num_parameters=_usual_parameters(evidence))
     return replace(evidence, candidates=_candidates(evidence))
+
+
+def settings_of_log(case: Case, log: LogReading) -> dict[str, Any]:
+    """Return the settings that the log states, of those that the case does not state itself."""
+    settings = log.settings
+    stated: dict[str, Any] = {
+        "model_name": settings.model_name if not case.model else None,
+        "ranks": settings.ranks or _ranks_that_printed(log),
+        "micro_batch": settings.micro_batch,
+        "sequence_length": settings.sequence_length,
+        "accumulate": settings.accumulate,
+        "activation_checkpointing": settings.activation_checkpointing,
+        "optimizer": settings.optimizer,
+        "sharding_strategy": settings.strategy if case.framework is None else None,
+        "precision": settings.precision if case.parameters is None else None,
+    }
+    return {
+        name: value
+        for name, value in stated.items()
+        if value is not None and getattr(case, name) is None
+    }
+
+
+def _ranks_that_printed(log: LogReading) -> int | None:
+    """Return the least number of ranks for which these ranks printed, or None for none or rank 0."""
+    highest = max(log.ranks, default=0)
+    return highest + 1 if highest else None
+
+
+def _usual_parameters(evidence: Evidence) -> int | None:
+    """Return the parameters of the known shape, as counted by the log, or as the name says."""
+    if evidence.shape:
+        return evidence.shape.num_parameters
+    return evidence.log.settings.num_parameters or parameters_in_name(
+        evidence.case.model_name or ""
+    )
 
 
 def _precision(case: Case, log: LogReading) -> PrecisionSettings:

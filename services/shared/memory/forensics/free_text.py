@@ -239,3 +239,27 @@ def vocabulary_in(text: str) -> int | None:
     """Return the vocabulary that a model's description states: "vocab 151936"."""
     found = re.search(r"vocab(?:ulary)?\D{0,10}([0-9]{4,7})", text, re.IGNORECASE)
     return int(found[1]) if found else None
+
+
+_EXPERTS = re.compile(
+    r"(?<![0-9.])([0-9]{1,3})x([0-9]{1,3}(?:\.[0-9]{1,3})?)b(?![a-z0-9])", re.IGNORECASE
+)
+_BILLIONS = re.compile(  # "7B", "0.6b", "7 billion", and "7b1" for 7.1
+    r"(?<![0-9.])(?<!-A)([0-9]{1,4}(?:\.[0-9]{1,3})?)[\s_-]?b([0-9]?)(?:illion)?(?![a-z0-9])",
+    re.IGNORECASE,
+)
+_MILLIONS = re.compile(r"(?<![0-9.])([0-9]{2,4})[\s_-]?m(?:illion)?(?![a-z0-9])", re.IGNORECASE)
+# Experts share attention and embeddings: Mixtral-8x7B has 46.7 B parameters, 8x22B 140.6 B.
+_SHARE_OF_EXPERTS = 0.82
+
+
+def parameters_in_name(text: str) -> int | None:
+    """Return the number of parameters that a model's name states: "LLaDA-8B" or "bloom-560m"."""
+    experts = _EXPERTS.search(text)
+    if experts:
+        return int(int(experts[1]) * float(experts[2]) * _SHARE_OF_EXPERTS * 10**9)
+    billions, millions = _BILLIONS.search(text), _MILLIONS.search(text)
+    if billions:
+        number = f"{billions[1]}.{billions[2]}" if billions[2] else billions[1]
+        return int(float(number) * 10**9) or None if number.count(".") < 2 else None
+    return int(millions[1]) * 10**6 or None if millions else None

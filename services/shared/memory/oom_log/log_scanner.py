@@ -14,6 +14,11 @@ from typing import IO
 from services.shared.memory.oom_log.formats.table import OTHER_FORMATS
 from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.oom_log.message_parser import Message, read_message
+from services.shared.memory.oom_log.stated_settings import (
+    NOTHING_STATED,
+    StatedSettings,
+    settings_in,
+)
 from services.shared.memory.oom_log.traceback_sites import (
     NOTE_WORDS,
     Note,
@@ -32,6 +37,7 @@ _AFTER = 4 << 10  # the longest message, its lines prefixed
 _MOST_READINGS = 300  # per trigger word; beyond it a log only repeats itself; bounds the time
 _MOST_MESSAGES = 64
 _MOST_TRACEBACKS = 8
+_SETTINGS_WITHIN = 1 << 19  # a log begins with the command and the configuration
 _SAME_MESSAGE = 160  # two trigger words nearer than this belong to one message
 
 # Every text of the catalogue contains at least one of these, unbroken by a line end.
@@ -64,6 +70,7 @@ class LogReading:
     cloned_tensor: str | None = None
     power2_divisions: int | None = None
     engine: str | None = None  # the framework whose code the traceback runs through
+    settings: StatedSettings = NOTHING_STATED  # what the log states of the job
     lines: int = 0  # of the whole log
 
     @property
@@ -120,9 +127,15 @@ class _Reader:
     cloned_tensor: str | None = None
     power2_divisions: int | None = None
     engine: str | None = None
+    settings: StatedSettings = NOTHING_STATED
+    searched_for_settings: int = 0
 
     def search(self, text: str, start: int, end: int) -> None:
         """Look for messages whose trigger word begins in `text[start:end]`."""
+        if self.searched_for_settings < _SETTINGS_WITHIN:
+            self.searched_for_settings += end - start
+            upto = min(end, start + _SETTINGS_WITHIN)
+            self.settings = self.settings.filled_from(settings_in(text[start:upto]))
         if any(text.find(word, start, end + _AFTER) >= 0 for word in NOTE_WORDS):
             new = text[start : end + _AFTER]
             self.notes |= notes_in(new)
@@ -172,6 +185,7 @@ class _Reader:
             completed_steps=self.completed_steps,
             cloned_tensor=self.cloned_tensor,
             power2_divisions=self.power2_divisions,
+            settings=self.settings,
         )
         primary = reading.primary
         sites = next((s for m, s in self.traces if m is primary and s), sites_in(tail))

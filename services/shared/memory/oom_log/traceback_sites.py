@@ -98,7 +98,8 @@ _NOTES: tuple[tuple[Note, str], ...] = (
     (Note.NO_SHARD, r"switching to use `?(?:ShardingStrategy\.)?NO_SHARD"),
     (
         Note.DATA_PARALLEL,
-        r"Training with DataParallel|distributed_type:? ?['\"]?(?:DistributedType\.)?MULTI_GPU",
+        r"Training with DataParallel|nn/parallel/(?:data_parallel|parallel_apply|replicate)\.py"
+        r"|distributed_type:? ?['\"]?(?:DistributedType\.)?MULTI_GPU",
     ),
     (Note.CACHE_FLUSHES, r"pytorch allocator cache flushes since last step"),
     (Note.CLONE_FAILED, r"Failed to clone\(\) tensor with name"),
@@ -126,6 +127,7 @@ NOTE_WORDS = (
     "requires_grad",
     "NO_SHARD",
     "DataParallel",
+    "nn/parallel/",
     "MULTI_GPU",
     "cache flushes",
     "Failed to clone()",
@@ -154,7 +156,24 @@ _ENGINES = tuple(
 )
 _CLONED_TENSOR = re.compile(r"Failed to clone\(\) tensor with name ([\w.]{1,200})")
 _DIVISIONS = re.compile(r"roundup_power2_divisions:([0-9]{1,3})")
-_PROGRESS = re.compile(r"\b([0-9]{1,9})/([0-9]{1,9}) \[[0-9:?]{2,12}<")
+_PROGRESS = re.compile(r"\b([0-9]{1,9})/[0-9]{1,9} \[[0-9:?]{2,12}<")
+_LONGEST_BAR = 200  # characters from its label to its count
+# Bars of anything but training: loading, preparing, evaluating, saving.
+_NO_TRAINING = re.compile(
+    r"load|download|fetch|resolv|map|filter|token|generat|convert|quanti|sav|eval|predict|valid|test"
+    r"|prepar|process|pack|merg|captur|warm|shard|rollout|infer",
+    re.IGNORECASE,
+)
+# Steps that trainers print one a line, with the count where they print one.
+_STEP_LINES = re.compile(
+    r"\{'loss': '?[0-9.]{1,20}|\bsteps?[:= ]\s{0,3}(?P<step>[0-9]{1,9})[^\n]{0,60}\bloss\b"
+    r"|\biteration\s{1,8}(?P<iteration>[0-9]{1,9})/\s{0,8}[0-9]{1,9} \|"
+    r"|\[Rank 0\] step=(?P<deepspeed>[0-9]{1,9}), skipped"
+)
+_RESUMED = re.compile(
+    r"(?:[Cc]ontinuing training from global step|[Rr]esum\w{2,4} (?:training )?from (?:global )?step"
+    r"|checkpoint-)\s?(?P<step>[0-9]{1,9})"
+)
 
 
 def sites_in(text: str) -> tuple[Site, ...]:
@@ -192,6 +211,24 @@ def power2_divisions_in(text: str) -> int | None:
 
 
 def completed_steps_in(text: str) -> int | None:
-    """Return the count of the last progress bar in `text`: the steps finished before."""
-    counts = [int(found[1]) for found in _PROGRESS.finditer(text)]
-    return counts[-1] if counts else None
+    """Return the steps that finished in this run before the end of `text`, or None if not shown.
+
+    Counted are training's progress bars and the lines that trainers print a step; bars of loading,
+    preparing and evaluating are not, and neither are steps of the run that was resumed.
+    """
+    bars = [int(m[1]) for m in _PROGRESS.finditer(text) if _is_of_training(text, m.start())]
+    lines = [
+        int(found["step"] or found["iteration"] or found["deepspeed"] or 1)
+        for found in _STEP_LINES.finditer(text)
+    ]
+    if not bars and not lines:
+        return None
+    resumed = [int(found["step"]) for found in _RESUMED.finditer(text)] if "esum" in text else []
+    return max(0, max([*bars[-1:], *lines[-1:]]) - max(resumed, default=0))
+
+
+def _is_of_training(text: str, count_start: int) -> bool:
+    """Return whether the progress bar whose count begins at `count_start` has a label of training."""
+    before = text[max(0, count_start - _LONGEST_BAR) : count_start]
+    own_line = re.split(r"[\n\r\]]", before)[-1]
+    return not _NO_TRAINING.search(own_line)

@@ -251,7 +251,9 @@ def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         return likely(Cause.CAPACITY, what, text)
     held = needs.rank_state_bytes
     if evidence.framework is None and evidence.ranks != 1:
-        held = needs.sharded_state_bytes or 0  # sharding is not known: assume the best case
+        if not needs.sharded_state_bytes:
+            return None  # neither ranks nor sharding are known: `remainder` leaves it open
+        held = needs.sharded_state_bytes  # sharding is not known: assume the best case
     text = (
         f"parameters, gradients and optimizer take {format_size(held)} a rank at "
         f"{needs.bytes_per_parameter} bytes a parameter, of {format_size(card)} usable"

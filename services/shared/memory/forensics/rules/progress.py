@@ -11,8 +11,10 @@ from services.shared.memory.forensics.state_size import Needs
 from services.shared.memory.sizes import format_size
 
 _ZERO = (Framework.ZERO1, Framework.ZERO2, Framework.ZERO3)
-# Causes that hold from the first step on: a finished step refutes them.
-_REFUTED_BY_A_STEP = frozenset({Cause.NOT_SHARDED, Cause.SERVING_START_UP})
+# Causes that hold from the first step on, whatever the texts: a finished step refutes them.
+_REFUTED_BY_A_STEP = frozenset({Cause.NOT_SHARDED, Cause.CAPACITY, Cause.SERVING_START_UP})
+# Phases in which nothing of a training step is allocated.
+_BEFORE_TRAINING = (FailurePhase.LOAD, FailurePhase.WRAP)
 
 
 def weighed_by_progress(
@@ -24,12 +26,16 @@ def weighed_by_progress(
         if text is not None:
             return _excluded(hypothesis, text)
     steps = evidence.finished_steps
-    if not steps:
-        return hypothesis
-    if hypothesis.cause in _REFUTED_BY_A_STEP:
-        text = f"{steps} step{'s' * (steps > 1)} had finished: the whole training state fitted"
+    if steps and hypothesis.cause in _REFUTED_BY_A_STEP and _is_of_the_step(evidence):
+        text = f"{steps:,} step{'s' * (steps > 1)} had finished: the whole training state fitted"
         return _excluded(hypothesis, text)
     return hypothesis
+
+
+def _is_of_the_step(evidence: Evidence) -> bool:
+    """Return whether the failing phase is one that the finished steps went through."""
+    # A step that was evaluated or saved holds more than a training step does.
+    return evidence.phase not in (*_BEFORE_TRAINING, FailurePhase.SAVE, FailurePhase.EVALUATE)
 
 
 def _excluded(hypothesis: Hypothesis, text: str) -> Hypothesis:

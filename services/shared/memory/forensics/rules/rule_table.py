@@ -12,6 +12,7 @@ from services.shared.memory.forensics.diagnosis import Hypothesis
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.rules import (
     byte_counts,
+    remainder,
     signals,
     texts,
 )
@@ -51,6 +52,8 @@ _RULES: tuple[Rule, ...] = (
     byte_counts.checkpoint_gather,
     byte_counts.unsharded_load,
     byte_counts.unsharded_training,
+    remainder.weights_beyond_card,
+    remainder.float32_weights,
     _ignoring_needs(signals.activations),
     _ignoring_needs(signals.evaluation_outputs),
     _ignoring_needs(signals.optimizer_temporaries),
@@ -58,5 +61,7 @@ _RULES: tuple[Rule, ...] = (
     _ignoring_needs(signals.single_unit_policy),
     _ignoring_needs(signals.device_partly_foreign),
     byte_counts.capacity,
+    remainder.activations_beyond_state,
+    remainder.longer_batch,
     _ignoring_needs(signals.fragmentation),
 )

@@ -57,7 +57,8 @@ def _driver_with_memory_free(evidence: Evidence) -> Hypothesis | None:
     plenty = free >= max(_PLENTY * requested, requested + GIB)
     text = f"{format_size(requested)} were refused with {format_size(free)} free on the card"
     more = "that is not a shortage of memory" if plenty else "the refusal is not explained by size"
-    return likely(Cause.DRIVER_LIMIT, "the driver refused with memory free", text, more)
+    make = likely if plenty else possible
+    return make(Cause.DRIVER_LIMIT, "the driver refused with memory free", text, more)
 
 
 def outside_allocator(evidence: Evidence) -> Hypothesis | None:

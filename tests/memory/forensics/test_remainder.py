@@ -1,0 +1,103 @@
+"""What phases, steps and the size of the state leave open or exclude."""
+
+import pytest
+
+from services.shared.memory.forensics.case import Case
+from services.shared.memory.forensics.diagnose import diagnose
+from services.shared.memory.forensics.diagnosis import Cause, Confidence, Diagnosis, Strength
+from services.shared.memory.forensics.free_text import parameters_in_name
+
+FULL_CARD = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.15 GiB "
+    "of which 512.00 MiB is free. Of the allocated memory 77.20 GiB is allocated by PyTorch, and 300.00 MiB is "
+    "reserved by PyTorch but unallocated."
+)
+BACKWARD = '  File "train.py", line 10, in step\n    loss.backward()\n'
+FORWARD = '  File "model.py", line 10, in forward\n'
+
+
+def diagnosis(log: str, **stated: object) -> Diagnosis:
+    return diagnose(Case.from_dict({"log": log, **stated}))
+
+
+def left(found: Diagnosis) -> set[Cause]:
+    return {h.cause for h in found.hypotheses if h.strength is not Strength.EXCLUDED}
+
+
+def test_a_full_card_alone_leaves_three_explanations_open() -> None:
+    found = diagnosis(FULL_CARD)
+    assert found.confidence is Confidence.UNDECIDED
+    assert left(found) == {Cause.NOT_SHARDED, Cause.CAPACITY, Cause.LOGITS_OR_ACTIVATIONS}
+
+
+def test_a_failure_after_finished_steps_is_one_of_activations() -> None:
+    bar = "  3%|2         | 31/1000 [01:26<44:10,  2.74s/it]\n"
+    found = diagnosis(bar + BACKWARD + FULL_CARD)
+    assert found.cause is Cause.LOGITS_OR_ACTIVATIONS
+    assert found.confidence is Confidence.LIKELY
+    assert left(found) == {Cause.LOGITS_OR_ACTIVATIONS}
+
+
+def test_a_bar_of_loading_refutes_nothing() -> None:
+    bar = "Loading checkpoint shards:  67%|###   | 2/3 [00:20<00:10,  5s/it]\n"
+    load = '  File "modeling_utils.py", line 1, in from_pretrained\n'
+    found = diagnosis(bar + load + FULL_CARD, model_name="Llama-2-70B", ranks=8)
+    assert Cause.NOT_SHARDED in left(found)
+
+
+def test_one_card_leaves_nothing_to_shard() -> None:
+    assert Cause.NOT_SHARDED not in left(diagnosis(FULL_CARD, ranks=1))
+
+
+def test_a_small_state_leaves_activations_only() -> None:
+    found = diagnosis(FORWARD + FULL_CARD, model_name="Qwen3-0.6B", ranks=1)
+    assert found.cause is Cause.LOGITS_OR_ACTIVATIONS
+    assert found.confidence is Confidence.LIKELY
+
+
+def test_a_quantised_model_with_adapters_leaves_activations_only() -> None:
+    found = diagnosis(
+        FORWARD + FULL_CARD, model_name="Llama-2-13B", ranks=1, sharding_strategy="QLoRA on one GPU"
+    )
+    assert found.cause is Cause.LOGITS_OR_ACTIVATIONS
+
+
+def test_options_are_read_from_the_log() -> None:
+    command = (
+        "torchrun --nproc_per_node=8 train.py --model_name_or_path meta-llama/Llama-2-7b-hf "
+        '--fsdp "full_shard auto_wrap" --per_device_train_batch_size 4\n'
+    )
+    found = diagnosis(command + FORWARD + FULL_CARD)
+    assert found.needs is not None
+    assert found.needs.rank_state_bytes == found.needs.whole_state_bytes // 8
+    assert any("read from the log" in note and "ranks 8" in note for note in found.notes)
+
+
+def test_what_the_case_states_wins_over_the_log() -> None:
+    found = diagnosis("world_size=4\n" + FULL_CARD, ranks=2, model_name="Qwen3-8B")
+    assert not any("ranks 4" in note for note in found.notes)
+
+
+def test_weights_that_fit_only_in_two_bytes_name_the_dtype() -> None:
+    log = '  File "modeling_utils.py", line 1, in from_pretrained\n' + FULL_CARD
+    found = diagnosis(log, model_name="Qwen3-32B", ranks=1)
+    assert Cause.FP32_UPCAST in left(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("LLaDA-8B-Instruct", 8.0),
+        ("Qwen3-30B-A3B", 30.0),
+        ("bloom-560m", 0.56),
+        ("bloom-7b1", 7.1),
+        ("Mixtral-8x7B", 45.9),
+        ("llama7b", 7.0),
+        ("gpt-neo 2.7B", 2.7),
+        ("bert-base-4bit", None),
+        ("", None),
+    ],
+)
+def test_a_name_states_the_number_of_parameters(name: str, billions: float | None) -> None:
+    found = parameters_in_name(name)
+    assert found == (None if billions is None else pytest.approx(billions * 1e9, rel=0.01))
