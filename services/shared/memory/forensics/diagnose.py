@@ -24,7 +24,10 @@ from services.shared.memory.forensics.matching.request_matching import (
 from services.shared.memory.forensics.next_measurement import next_measurement
 from services.shared.memory.forensics.remedies.propose import propose_remedies
 from services.shared.memory.forensics.rules.progress import state_was_smaller, weighed_by_progress
-from services.shared.memory.forensics.rules.remainder import explanations_left_open
+from services.shared.memory.forensics.rules.remainder import (
+    BATCH_ACTIVATIONS,
+    explanations_left_open,
+)
 from services.shared.memory.forensics.rules.rule_table import hypotheses_from_rules
 from services.shared.memory.forensics.rules.signals import ROOT_GATHERED
 from services.shared.memory.forensics.scenarios import hypotheses_from_timelines, plan_with
@@ -43,6 +46,7 @@ from services.shared.memory.sizes import format_size
 
 # Causes that a timeline decides better than bytes per parameter or one size can.
 _COUNTED = frozenset({Cause.CAPACITY, Cause.FRAGMENTATION})
+_DECIDED_BY_TIMELINES = frozenset({ROOT_GATHERED, BATCH_ACTIVATIONS})
 # Training state above this share of the device leaves no room for one gathered layer and its
 # gradient, whatever the model.
 _FULL_SHARE = 0.85
@@ -100,7 +104,9 @@ def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesi
     )
     computed = hypotheses_from_timelines(evidence)
     if computed:
-        stated = tuple(h for h in stated if h.cause not in _COUNTED and h.what != ROOT_GATHERED)
+        stated = tuple(
+            h for h in stated if h.cause not in _COUNTED and h.what not in _DECIDED_BY_TIMELINES
+        )
         surviving = {h.cause for h in computed if h.strength is not Strength.EXCLUDED}
         if len(surviving) == 1:
             computed = tuple(_promoted_to_likely(h) for h in computed)

@@ -31,7 +31,7 @@ _OF_THE_DEVICE = (
     MessageKind.PROSE,
     MessageKind.WORKSPACE,
 )
-_ACTIVATIONS = "activations, logits and temporaries of the micro-batch"
+BATCH_ACTIVATIONS = "activations, logits and temporaries of the micro-batch"
 _STEP_PHASES = (FailurePhase.FORWARD, FailurePhase.BACKWARD, FailurePhase.TRAIN, None)
 
 
@@ -45,7 +45,7 @@ def longer_batch(evidence: Evidence, _needs: Needs | None) -> Hypothesis | None:
         "or larger batch, or tensors that are kept from step to step"
     )
     make = possible if _is_fragmented(evidence) else likely
-    return make(Cause.LOGITS_OR_ACTIVATIONS, _ACTIVATIONS, text)
+    return make(Cause.LOGITS_OR_ACTIVATIONS, BATCH_ACTIVATIONS, text)
 
 
 def activations_beyond_state(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
@@ -64,8 +64,8 @@ def activations_beyond_state(evidence: Evidence, needs: Needs | None) -> Hypothe
     unsharded = _unsharded_bytes(evidence, needs)
     if unsharded and unsharded >= _SMALL_STATE * filled:
         more = f"if nothing was sharded the state is {format_size(unsharded)}"
-        return possible(Cause.LOGITS_OR_ACTIVATIONS, _ACTIVATIONS, text, more)
-    return likely(Cause.LOGITS_OR_ACTIVATIONS, _ACTIVATIONS, text)
+        return possible(Cause.LOGITS_OR_ACTIVATIONS, BATCH_ACTIVATIONS, text, more)
+    return likely(Cause.LOGITS_OR_ACTIVATIONS, BATCH_ACTIVATIONS, text)
 
 
 def _unsharded_bytes(evidence: Evidence, needs: Needs | None) -> int | None:
@@ -138,7 +138,7 @@ def _left_open(evidence: Evidence, needs: Needs | None) -> Iterator[Hypothesis]:
     yield from _static_causes(evidence, needs)
     if evidence.phase not in (FailurePhase.LOAD, FailurePhase.WRAP, FailurePhase.OPTIMIZER_STEP):
         text = "nothing given tells the tokens of the micro-batch"
-        yield possible(Cause.LOGITS_OR_ACTIVATIONS, _ACTIVATIONS, text)
+        yield possible(Cause.LOGITS_OR_ACTIVATIONS, BATCH_ACTIVATIONS, text)
     if evidence.phase is FailurePhase.OPTIMIZER_STEP:
         text = "it failed in the update"
         yield possible(Cause.OPTIMIZER_TEMPORARIES, "temporaries of the update", text)
