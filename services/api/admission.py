@@ -10,6 +10,7 @@ from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.paths import resolve_model
 from services.shared.jobs.planning.model_shapes import read_heads
 from services.shared.jobs.planning.spec_to_plan import plan_resolved
+from services.shared.jobs.projects import DEFAULT_PROJECT, Access
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, check_same_heads
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 
@@ -22,14 +23,18 @@ class Admission:
         self._settings = settings
 
     def resolve(
-        self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
+        self,
+        spec: TeacherSpec | DistillSpec,
+        *,
+        project: str = DEFAULT_PROJECT,
+        chained: ResolvedSpec | None = None,
     ) -> ResolvedSpec:
-        """Return the spec with everything it refers to; `chained` is its teacher in a chain.
+        """Return the spec with everything it refers to in `project`; `chained` is its teacher in a chain.
 
         Raises InvalidRequest naming the field.
         """
         check_directories(spec, settings=self._settings)
-        resolved = self._store.resolve(spec, chained=chained)
+        resolved = self._store.within(Access(project=project)).resolve(spec, chained=chained)
         _check_teacher_heads(resolved)
         return resolved
 

@@ -9,6 +9,7 @@ from typing import Annotated, Protocol
 
 from fastapi import Depends, Path, Query, Request
 
+from services.api.auth.callers import Caller, authenticate
 from services.api.auth.keys import Keys
 from services.api.event_streams import EventStreams, StreamLimiter
 from services.api.limits.rate_limit import RateLimiters
@@ -20,6 +21,7 @@ from services.shared.datasets.card import Head
 from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import NotFound
+from services.shared.jobs.projects import DEFAULT_PROJECT
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
 from services.shared.jobs.views import Kind
@@ -54,9 +56,16 @@ class Admission(Protocol):
     """What happens to a spec before a job is stored."""
 
     def resolve(
-        self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
+        self,
+        spec: TeacherSpec | DistillSpec,
+        *,
+        project: str = DEFAULT_PROJECT,
+        chained: ResolvedSpec | None = None,
     ) -> ResolvedSpec:
-        """Look up everything a spec refers to; `chained` is its teacher in a chain. Raises InvalidRequest."""
+        """Look up everything a spec of a project refers to; `chained` is its teacher in a chain.
+
+        Raises InvalidRequest.
+        """
         ...
 
     def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
@@ -82,7 +91,6 @@ class AppContext:
     probes: Mapping[str, Probe] = field(default_factory=dict)
     rate_limiters: RateLimiters = field(default_factory=RateLimiters)
     upload_limiter: UploadLimiter = field(default_factory=UploadLimiter)
-    lifecycle: LifecycleStore = field(init=False)
     event_streams: EventStreams = field(init=False)
     stream_limiter: StreamLimiter = field(init=False)
 
@@ -92,7 +100,6 @@ class AppContext:
         limiter = StreamLimiter(
             max_streams=settings.event_streams, max_per_caller=settings.event_streams_per_key
         )
-        object.__setattr__(self, "lifecycle", LifecycleStore(self.store))
         object.__setattr__(self, "event_streams", streams)
         object.__setattr__(self, "stream_limiter", limiter)
 
@@ -105,6 +112,28 @@ async def _context(
 
 
 ContextDep = Annotated[AppContext, Depends(_context)]
+
+
+async def _caller(request: Request) -> Caller:
+    return authenticate(request)
+
+
+CallerDep = Annotated[Caller, Depends(_caller)]
+
+
+async def _store(context: ContextDep, caller: CallerDep) -> Store:
+    return context.store.within(caller.access)
+
+
+# What the caller sees and creates: routes use no other store.
+StoreDep = Annotated[Store, Depends(_store)]
+
+
+async def _lifecycle(store: StoreDep) -> LifecycleStore:
+    return LifecycleStore(store)
+
+
+LifecycleDep = Annotated[LifecycleStore, Depends(_lifecycle)]
 
 _ID = re.compile(r"[a-z]{2,4}_[0-9a-z_]{1,60}")
 

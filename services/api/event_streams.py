@@ -118,6 +118,12 @@ class EventStreams:
                 del self._feeds[job_id]
                 self._pollers.pop(job_id).cancel()
 
+    async def read(self, job_id: str, *, after_seq: int) -> list[EventView]:
+        """Return the next events of a job, for a subscriber that is behind what its feed keeps."""
+        return await run_in_threadpool(
+            self._store.events, job_id, after_seq=after_seq, limit=EVENTS_AT_ONCE
+        )
+
     async def _poll(self, job_id: str, feed: JobFeed) -> None:
         while True:
             try:
@@ -125,9 +131,7 @@ class EventStreams:
                 job = await run_in_threadpool(self._store.job, job_id)
                 more = True
                 while more:
-                    events = await run_in_threadpool(
-                        self._store.events, job_id, after_seq=feed.last_seq, limit=EVENTS_AT_ONCE
-                    )
+                    events = await self.read(job_id, after_seq=feed.last_seq)
                     more = len(events) == EVENTS_AT_ONCE
                     _keep(feed, events)
                 feed.job = job

@@ -24,7 +24,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from services.api.auth.keys import Scope, authorize, requires
+from services.api.auth.callers import authorize, requires
+from services.api.auth.keys import Scope
 from services.api.deps import ALIAS_PATTERN, AppContext
 from services.api.errors import HANDLED_EXCEPTIONS, handle_exception
 from services.api.limits.body import screen

@@ -13,11 +13,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from services.api.auth.callers import authenticate
 from services.api.deps import AppContext, Student
 from services.api.problems import FieldError, ProblemError, invalid_field
 from services.api.serving.errors import NoActiveModel, TextTooLong, UnusableText
 from services.api.serving.prediction import Prediction
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
+from services.shared.jobs.projects import qualified_alias
 
 T = TypeVar("T")
 
@@ -52,7 +54,7 @@ async def predict_texts(
     truncate: bool,
     heads: list[str] | None = None,
 ) -> Sequence[Prediction]:
-    """Return one prediction per text from the student of `alias`, with at least `heads`.
+    """Return one prediction per text from the student of `alias` in the caller's project, with at least `heads`.
 
     `field` is the request field that holds the texts. Raises ProblemError, PredictionError, and
     ClientDisconnect if the client disconnects first.
@@ -60,12 +62,13 @@ async def predict_texts(
     limit = context.settings.predict_most_texts
     if len(texts) > limit:
         raise ProblemError("too-large", f"{len(texts)} texts; one request may have {limit}.")
-    student = await active_student(context, alias)
+    student = await active_student(context, alias, request=request)
+    qualified = qualified_alias(authenticate(request).project, alias)
     select_heads((head.name for head in student.heads), heads)
     try:
         _reject_control_characters(texts)
         predictions = await _while_connected(
-            request, context.predictor.predict(texts, truncate=truncate, alias=alias)
+            request, context.predictor.predict(texts, truncate=truncate, alias=qualified)
         )
     except (TextTooLong, UnusableText) as error:
         raise _text_problem(error, field=field) from error
@@ -134,12 +137,17 @@ def _text_problem(error: TextTooLong | UnusableText, *, field: str) -> ProblemEr
     return ProblemError(slug, str(error), errors=[faulty])
 
 
-async def active_student(context: AppContext, alias: str) -> Student:
-    """Return the student of `alias`. Raises NoActiveModel, and ProblemError for an unknown alias."""
-    student = context.predictor.active(alias)
+async def active_student(context: AppContext, alias: str, *, request: Request) -> Student:
+    """Return the student of `alias` in the caller's project.
+
+    Raises NoActiveModel, and ProblemError for an unknown alias.
+    """
+    caller = authenticate(request)
+    student = context.predictor.active(qualified_alias(caller.project, alias))
     if student is not None:
         return student
-    if alias != DEFAULT_ALIAS and await run_in_threadpool(context.store.active, alias) is None:
+    store = context.store.within(caller.access)
+    if alias != DEFAULT_ALIAS and await run_in_threadpool(store.active, alias) is None:
         raise ProblemError("not-found", f"No model has ever been promoted to {alias!r}.")
     raise NoActiveModel(alias)
 

@@ -11,6 +11,7 @@ from services.api.serving.promotion import Promotion
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.gates import Int8Gate
+from services.shared.jobs.projects import qualified_alias
 from services.shared.jobs.views import PromotionView
 
 PAGE = 100
@@ -81,7 +82,7 @@ class PromotionFeed:
         model = self._store.model(promotion.model_id)
         return Promotion(
             promotion_id=promotion.id,
-            alias=promotion.alias,
+            alias=qualified_alias(promotion.project, promotion.alias),
             model_id=model.id,
             name=model.name or model.id,
             version=model.id,

@@ -11,6 +11,7 @@ from services.api.serving.prediction import Prediction, Score, Timing
 from services.shared.datasets.card import Head
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import DoesNotFit
+from services.shared.jobs.projects import DEFAULT_PROJECT, Access
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 from tests.factories import SENTIMENT, plan_document
@@ -86,11 +87,15 @@ class FakeAdmission:
     seen: list[TeacherSpec | DistillSpec] = field(default_factory=list)
 
     def resolve(
-        self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
+        self,
+        spec: TeacherSpec | DistillSpec,
+        *,
+        project: str = DEFAULT_PROJECT,
+        chained: ResolvedSpec | None = None,
     ) -> ResolvedSpec:
         if self.store is None:
             return ResolvedSpec(spec, heads=(SENTIMENT,), dataset_dir=Path("nowhere"))
-        return self.store.resolve(spec, chained=chained)
+        return self.store.within(Access(project=project)).resolve(spec, chained=chained)
 
     def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
         spec = resolved.spec

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy.orm import Session
 
 from services.api.main import create
 from services.api.promotions import PAGE, PromotionFeed
 from services.api.settings import ApiSettings
+from services.shared.jobs.db.connection import ProjectSession
 from services.shared.jobs.db.model_queries import promote
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.gates import HeadComparison, Int8Gate
@@ -94,9 +94,11 @@ def test_a_promotion_that_commits_after_a_newer_one_is_not_lost(desk: JobDriver)
     feed = PromotionFeed(desk.store)
     desk.store.promote(model_id)
     feed()
-    with Session(desk.store.engine) as session:  # takes its number now, commits later
+    with ProjectSession(
+        desk.store.engine, info={"project": None}
+    ) as session:  # takes its number now, commits later
         model = desk.store.model(model_id)
-        late = promote(session, model, alias="late", force=False, reason=None)
+        late = promote(session, model, alias="late", force=False, reason=None, actor=None)
         newest = desk.store.promote(model_id)
         assert feed()[0].promotion_id == newest.id
         session.commit()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.api.auth.keys import authenticate
+from services.api.auth.callers import authenticate
 from services.api.problems import ProblemError, problem_response
 
 # Probes and the API description. Everything else needs a key, including paths that do not exist.

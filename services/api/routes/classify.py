@@ -93,7 +93,7 @@ class ClassifyAnswer(BaseModel):
 async def classify(
     body: ClassifyRequest, request: Request, context: ContextDep, alias: Alias = DEFAULT_ALIAS
 ) -> Response:
-    student = await active_student(context, alias)
+    student = await active_student(context, alias, request=request)
     if body.model not in (None, alias, student.name, student.version):
         raise ProblemError("not-found", f"The model {body.model!r} is not being served.")
     predictions = await predict_texts(

@@ -19,8 +19,19 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
-from services.api.auth.keys import Scope, caller_of, creator_name, requires
-from services.api.deps import AppContext, ContextDep, Cursor, DatasetId, Deleted, Limit
+from services.api.auth.callers import authenticate, requires
+from services.api.auth.keys import Scope
+from services.api.deps import (
+    AppContext,
+    CallerDep,
+    ContextDep,
+    Cursor,
+    DatasetId,
+    Deleted,
+    LifecycleDep,
+    Limit,
+    StoreDep,
+)
 from services.api.limits.body import text_fault
 from services.api.openapi import links, problems
 from services.api.problems import ProblemError, invalid_field
@@ -35,6 +46,7 @@ from services.shared.datasets.sandbox import (
 )
 from services.shared.datasets.upload import Format, Layout
 from services.shared.files.directory_size import directory_bytes
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.views import DatasetView, DeletionView, Page
 
@@ -94,10 +106,11 @@ _FORM = {
         **problems(400, 403, 413, 507),
     },
 )
-async def create_dataset(request: Request, context: ContextDep, response: Response) -> DatasetView:
+async def create_dataset(
+    request: Request, context: ContextDep, store: StoreDep, response: Response
+) -> DatasetView:
     """Validate an upload row by row and store it; every error names its line."""
-    store = partial(_store, created_by=creator_name(request))
-    stored = await _receive(request, context, store)
+    stored = await _receive(request, context, partial(_store, store=store))
     response.headers["Location"] = f"/datasets/{stored.id}"
     return stored
 
@@ -114,23 +127,23 @@ async def preview_dataset(request: Request, context: ContextDep) -> Preview:
     return await _receive(request, context, _preview)
 
 
-@router.get("/datasets", operation_id="list_datasets", dependencies=[Depends(requires(None))])
+@router.get("/datasets", operation_id="list_datasets", dependencies=[Depends(requires(Scope.READ))])
 def list_datasets(
-    context: ContextDep, deleted: Deleted = False, cursor: Cursor = None, limit: Limit = 50
+    store: StoreDep, deleted: Deleted = False, cursor: Cursor = None, limit: Limit = 50
 ) -> Page[DatasetView]:
     """List datasets, newest first."""
-    return context.store.list_datasets(deleted=deleted, cursor=cursor, limit=limit)
+    return store.list_datasets(deleted=deleted, cursor=cursor, limit=limit)
 
 
 @router.get(
     "/datasets/{dataset_id}",
     operation_id="get_dataset",
-    dependencies=[Depends(requires(None))],
+    dependencies=[Depends(requires(Scope.READ))],
     responses=problems(404),
 )
-def get_dataset(dataset_id: DatasetId, context: ContextDep) -> DatasetView:
+def get_dataset(dataset_id: DatasetId, store: StoreDep) -> DatasetView:
     """Show a dataset: heads and their labels, rows of each split, warnings."""
-    return context.store.dataset(dataset_id)
+    return store.dataset(dataset_id)
 
 
 @router.delete(
@@ -139,9 +152,11 @@ def get_dataset(dataset_id: DatasetId, context: ContextDep) -> DatasetView:
     dependencies=[Depends(requires(Scope.SUBMIT))],
     responses=problems(403, 404, 409),
 )
-def delete_dataset(dataset_id: DatasetId, context: ContextDep, request: Request) -> DeletionView:
+def delete_dataset(
+    dataset_id: DatasetId, lifecycle: LifecycleDep, caller: CallerDep
+) -> DeletionView:
     """Delete a dataset that no unfinished job uses; it can be restored until `gone_after`."""
-    return context.lifecycle.delete("dataset", dataset_id, by=creator_name(request))
+    return lifecycle.delete("dataset", dataset_id, by=caller.name)
 
 
 @router.post(
@@ -150,10 +165,10 @@ def delete_dataset(dataset_id: DatasetId, context: ContextDep, request: Request)
     dependencies=[Depends(requires(Scope.SUBMIT))],
     responses=problems(403, 404, 409),
 )
-def restore_dataset(dataset_id: DatasetId, context: ContextDep) -> DatasetView:
+def restore_dataset(dataset_id: DatasetId, lifecycle: LifecycleDep, store: StoreDep) -> DatasetView:
     """Undo the deletion of a dataset."""
-    context.lifecycle.restore("dataset", dataset_id)
-    return context.store.dataset(dataset_id)
+    lifecycle.restore("dataset", dataset_id)
+    return store.dataset(dataset_id)
 
 
 async def _receive(
@@ -163,7 +178,7 @@ async def _receive(
     try:
         # Parse the form here, after the scope check: the framework would parse it before.
         async with (
-            context.upload_limiter.upload(caller_of(request)),
+            context.upload_limiter.upload(authenticate(request).id),
             request.form(
                 max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
             ) as fields,
@@ -205,7 +220,7 @@ def _parse_json(field: str, text: str) -> Any:
 
 
 def _store(
-    file: UploadFile, form: DatasetForm, context: AppContext, *, created_by: str
+    file: UploadFile, form: DatasetForm, context: AppContext, *, store: Store
 ) -> DatasetView:
     filename = file.filename or ""
     dataset_id = new_id("ds")
@@ -225,7 +240,7 @@ def _store(
         )
     try:
         size_bytes = directory_bytes(settings.dataset_dir(dataset_id))
-        return context.store.add_dataset(card, created_by=created_by, size_bytes=size_bytes)
+        return store.add_dataset(card, size_bytes=size_bytes)
     except BaseException:
         shutil.rmtree(settings.dataset_dir(dataset_id), ignore_errors=True)
         raise

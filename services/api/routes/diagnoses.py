@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends
 
-from services.api.auth.keys import requires
+from services.api.auth.callers import requires
+from services.api.auth.keys import Scope
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.shared.jobs.document_schema import Document
@@ -17,7 +18,7 @@ from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 router = APIRouter(
     tags=["diagnoses"],
-    dependencies=[Depends(requires(None)), Depends(screen_json)],
+    dependencies=[Depends(requires(Scope.READ)), Depends(screen_json)],
     responses=problems(400, 401, 403, 413, 422, 429, 500),
 )
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from typing import Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from services.api.auth.keys import limit_by_address, requires
+from services.api.auth.callers import identify, limit_by_address, requires
+from services.api.auth.keys import Scope
 from services.api.deps import AppContext, ContextDep
 from services.api.openapi import problems
 from services.api.problems import RETRY_AFTER_SECONDS, ProblemError
 from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.projects import Access, alias_seen_by
 
 router = APIRouter(tags=["health"], responses=problems(500))
 
@@ -86,10 +88,19 @@ def readyz(context: ContextDep) -> Ready:
     dependencies=[Depends(limit_by_address)],
     responses=problems(429),
 )
-def health(context: ContextDep) -> Health:
-    """Show dependencies and served models; always 200, for people and dashboards."""
+def health(request: Request, context: ContextDep) -> Health:
+    """Show dependencies and served models; always 200, for people and dashboards.
+
+    Without a key, the models are those of the project `default`; with one, those that it may see.
+    """
     found = _probe_dependencies(context)
-    served = {alias: context.predictor.active(alias) for alias in context.predictor.aliases()}
+    caller = identify(request)
+    access = Access(sees_all=False) if caller is None else caller.access
+    served = {
+        shown: context.predictor.active(alias)
+        for alias in context.predictor.aliases()
+        if (shown := alias_seen_by(access, alias)) is not None
+    }
     return Health(
         status="ok" if all(status.ok for status in found.values()) else "degraded",
         parts=found,
@@ -110,7 +121,7 @@ def health(context: ContextDep) -> Health:
     "/metrics",
     operation_id="metrics",
     response_class=Response,
-    dependencies=[Depends(requires(None))],
+    dependencies=[Depends(requires(Scope.METRICS))],
     responses={
         200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
         **problems(401, 429),

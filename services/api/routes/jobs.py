@@ -9,8 +9,20 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.responses import Response
 
-from services.api.auth.keys import Scope, creator_name, require_scope, requires
-from services.api.deps import Admission, AppContext, ContextDep, Cursor, Deleted, JobId, Limit
+from services.api.auth.callers import require_scope, requires
+from services.api.auth.keys import Scope
+from services.api.deps import (
+    Admission,
+    AppContext,
+    CallerDep,
+    ContextDep,
+    Cursor,
+    Deleted,
+    JobId,
+    LifecycleDep,
+    Limit,
+    StoreDep,
+)
 from services.api.limits.body import screen_json
 from services.api.openapi import links, problems
 from services.shared.jobs.errors import prefix_field
@@ -24,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 reads = APIRouter(
     tags=["jobs"],
-    dependencies=[Depends(requires(None))],
+    dependencies=[Depends(requires(Scope.READ))],
     responses=problems(401, 404, 422, 429, 500, 503),
 )
 writes = APIRouter(
@@ -85,6 +97,7 @@ RequestBody = Annotated[JobRequest, Body(examples=[_EXAMPLE, _CHAIN_EXAMPLE])]
 def create_job(
     body: RequestBody,
     context: ContextDep,
+    store: StoreDep,
     request: Request,
     response: Response,
     idempotency_key: IdempotencyKey = None,
@@ -96,19 +109,17 @@ def create_job(
     """
     _check_promotes(body.distill if isinstance(body, ChainSpec) else body, request)
     if isinstance(body, ChainSpec):
-        teacher, distill = _plan_chain(body, context.admission)
-        job, created = context.store.create_chain(
+        teacher, distill = _plan_chain(body, context.admission, project=store.access.project)
+        job, created = store.create_chain(
             body,
             teacher=teacher,
             distill=distill,
             idempotency_key=idempotency_key,
-            created_by=creator_name(request),
         )
     else:
-        planned = context.admission.plan(context.admission.resolve(body))
-        job, created = context.store.create_job(
-            planned, idempotency_key=idempotency_key, created_by=creator_name(request)
-        )
+        resolved = context.admission.resolve(body, project=store.access.project)
+        planned = context.admission.plan(resolved)
+        job, created = store.create_job(planned, idempotency_key=idempotency_key)
     return _accepted(job, context=context, response=response, created=created)
 
 
@@ -118,12 +129,16 @@ def _check_promotes(spec: object, request: Request) -> None:
         require_scope(request, Scope.PROMOTE, effect="`promote`")
 
 
-def _plan_chain(chain: ChainSpec, admission: Admission) -> tuple[PlannedSpec, PlannedSpec]:
+def _plan_chain(
+    chain: ChainSpec, admission: Admission, *, project: str
+) -> tuple[PlannedSpec, PlannedSpec]:
     """Return what is stored with the two jobs. Raises InvalidRequest, DoesNotFit naming the part."""
     with prefix_field("teacher"):
-        teacher = admission.plan(admission.resolve(chain.teacher_spec()))
+        teacher = admission.plan(admission.resolve(chain.teacher_spec(), project=project))
     with prefix_field("distill"):
-        resolved = admission.resolve(chain.distill_spec(), chained=teacher.resolved)
+        resolved = admission.resolve(
+            chain.distill_spec(), project=project, chained=teacher.resolved
+        )
         return teacher, admission.plan(resolved)
 
 
@@ -169,6 +184,7 @@ class RetryRequest(BaseModel):
 def retry_job(
     job_id: JobId,
     context: ContextDep,
+    store: StoreDep,
     request: Request,
     response: Response,
     body: RetryRequest | None = None,
@@ -180,8 +196,8 @@ def retry_job(
     """
     changes = body.model_dump(mode="json", exclude_unset=True) if body else {}
     recipe_changes, training_changes = changes.get("changes") or {}, changes.get("training") or {}
-    former = context.store.job(job_id)
-    for each in (former, *map(context.store.job, former.child_job_ids)):  # retried with it
+    former = store.job(job_id)
+    for each in (former, *map(store.job, former.child_job_ids)):  # retried with it
         _check_promotes(each.spec, request)
     changed = change_spec(
         former.spec,
@@ -189,39 +205,39 @@ def retry_job(
         recipe_changes=recipe_changes,
         training_changes=training_changes,
     )
-    planned = context.admission.plan(context.admission.resolve(changed.spec))
-    job, created = context.store.retry(
+    resolved = context.admission.resolve(changed.spec, project=former.project)
+    planned = context.admission.plan(resolved)
+    job, created = store.retry(
         job_id,
         changed,
         plan=planned.plan,
         idempotency_key=idempotency_key,
-        created_by=creator_name(request),
     )
     return _accepted(job, context=context, response=response, created=created)
 
 
 @writes.post("/jobs/{job_id}/cancel", operation_id="cancel_job", status_code=202)
-def cancel_job(job_id: JobId, context: ContextDep) -> JobView:
+def cancel_job(job_id: JobId, store: StoreDep) -> JobView:
     """Stop a job: at once while it waits, after a checkpoint while it runs. Twice is harmless."""
-    return context.store.request_cancel(job_id)
+    return store.request_cancel(job_id)
 
 
 @writes.delete("/jobs/{job_id}", operation_id="delete_job")
-def delete_job(job_id: JobId, context: ContextDep, request: Request) -> DeletionView:
+def delete_job(job_id: JobId, lifecycle: LifecycleDep, caller: CallerDep) -> DeletionView:
     """Delete a job that has ended, with its run directories; its model stays."""
-    return context.lifecycle.delete("job", job_id, by=creator_name(request))
+    return lifecycle.delete("job", job_id, by=caller.name)
 
 
 @writes.post("/jobs/{job_id}/restore", operation_id="restore_job")
-def restore_job(job_id: JobId, context: ContextDep) -> JobView:
+def restore_job(job_id: JobId, lifecycle: LifecycleDep, store: StoreDep) -> JobView:
     """Undo the deletion of a job."""
-    context.lifecycle.restore("job", job_id)
-    return context.store.job(job_id)
+    lifecycle.restore("job", job_id)
+    return store.job(job_id)
 
 
 @reads.get("/jobs", operation_id="list_jobs")
 def list_jobs(
-    context: ContextDep,
+    store: StoreDep,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     kind: Annotated[Kind | None, Query(description="Only jobs of this kind.")] = None,
     deleted: Deleted = False,
@@ -229,15 +245,13 @@ def list_jobs(
     limit: Limit = 50,
 ) -> Page[JobSummary]:
     """List jobs, the newest first."""
-    return context.store.list_jobs(
-        state=state, kind=kind, deleted=deleted, cursor=cursor, limit=limit
-    )
+    return store.list_jobs(state=state, kind=kind, deleted=deleted, cursor=cursor, limit=limit)
 
 
 @reads.get("/jobs/{job_id}", operation_id="get_job")
-def get_job(job_id: JobId, context: ContextDep) -> JobView:
+def get_job(job_id: JobId, store: StoreDep) -> JobView:
     """Show a job: state, progress, metrics, planned and measured memory, and a failure's diagnosis."""
-    return context.store.job(job_id)
+    return store.job(job_id)
 
 
 def _accepted(job: JobView, *, context: AppContext, response: Response, created: bool) -> JobView:

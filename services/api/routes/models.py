@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.api.auth.keys import Scope, creator_name, requires
-from services.api.deps import ALIAS_PATTERN, ContextDep, Cursor, Deleted, Limit, ModelId, SeqCursor
+from services.api.auth.callers import requires
+from services.api.auth.keys import Scope
+from services.api.deps import (
+    ALIAS_PATTERN,
+    CallerDep,
+    Cursor,
+    Deleted,
+    LifecycleDep,
+    Limit,
+    ModelId,
+    SeqCursor,
+    StoreDep,
+)
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.shared.jobs.views import DeletionView, Kind, ModelView, Page, PromotionView
@@ -16,27 +27,27 @@ from services.shared.jobs.views import DeletionView, Kind, ModelView, Page, Prom
 router = APIRouter(tags=["models"], responses=problems(401, 422, 429, 500, 503))
 
 
-@router.get("/models", operation_id="list_models", dependencies=[Depends(requires(None))])
+@router.get("/models", operation_id="list_models", dependencies=[Depends(requires(Scope.READ))])
 def list_models(
-    context: ContextDep,
+    store: StoreDep,
     kind: Annotated[Kind | None, Query(description="Only models of this kind of job.")] = None,
     deleted: Deleted = False,
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[ModelView]:
     """List models, the newest first."""
-    return context.store.list_models(kind=kind, deleted=deleted, cursor=cursor, limit=limit)
+    return store.list_models(kind=kind, deleted=deleted, cursor=cursor, limit=limit)
 
 
 @router.get(
     "/models/{model_id}",
     operation_id="get_model",
-    dependencies=[Depends(requires(None))],
+    dependencies=[Depends(requires(Scope.READ))],
     responses=problems(404, 409),
 )
-def get_model(model_id: ModelId, context: ContextDep) -> ModelView:
+def get_model(model_id: ModelId, store: StoreDep) -> ModelView:
     """Show a model, by its id or its job's: heads, metrics, gate, and where it came from."""
-    return context.store.model(model_id)
+    return store.model(model_id)
 
 
 @router.delete(
@@ -45,10 +56,12 @@ def get_model(model_id: ModelId, context: ContextDep) -> ModelView:
     dependencies=[Depends(requires(Scope.PROMOTE))],
     responses=problems(403, 404, 409),
 )
-def delete_model(model_id: ModelId, context: ContextDep, request: Request) -> DeletionView:
+def delete_model(
+    model_id: ModelId, store: StoreDep, lifecycle: LifecycleDep, caller: CallerDep
+) -> DeletionView:
     """Delete a model that no alias serves and no unfinished job needs."""
-    model = context.store.model(model_id)
-    return context.lifecycle.delete("model", model.id, by=creator_name(request))
+    model = store.model(model_id)
+    return lifecycle.delete("model", model.id, by=caller.name)
 
 
 @router.post(
@@ -57,11 +70,11 @@ def delete_model(model_id: ModelId, context: ContextDep, request: Request) -> De
     dependencies=[Depends(requires(Scope.PROMOTE))],
     responses=problems(403, 404, 409),
 )
-def restore_model(model_id: ModelId, context: ContextDep) -> ModelView:
+def restore_model(model_id: ModelId, store: StoreDep, lifecycle: LifecycleDep) -> ModelView:
     """Undo the deletion of a model."""
-    model = context.store.model(model_id)
-    context.lifecycle.restore("model", model.id)
-    return context.store.model(model.id)
+    model = store.model(model_id)
+    lifecycle.restore("model", model.id)
+    return store.model(model.id)
 
 
 class PromoteRequest(BaseModel):
@@ -84,18 +97,18 @@ class PromoteRequest(BaseModel):
     responses=problems(400, 403, 404, 409, 413),
 )
 def promote_model(
-    model_id: ModelId, context: ContextDep, body: PromoteRequest | None = None
+    model_id: ModelId, store: StoreDep, body: PromoteRequest | None = None
 ) -> PromotionView:
-    """Serve this model under an alias from now on. To roll back, promote the former one."""
+    """Serve this model under an alias of its project from now on. To roll back, promote the former one."""
     request = body or PromoteRequest()
-    return context.store.promote(
-        model_id, alias=request.alias, force=request.force, reason=request.reason
-    )
+    return store.promote(model_id, alias=request.alias, force=request.force, reason=request.reason)
 
 
-@router.get("/promotions", operation_id="list_promotions", dependencies=[Depends(requires(None))])
+@router.get(
+    "/promotions", operation_id="list_promotions", dependencies=[Depends(requires(Scope.READ))]
+)
 def list_promotions(
-    context: ContextDep,
+    store: StoreDep,
     alias: Annotated[
         str | None, Query(pattern=ALIAS_PATTERN, description="Only promotions to this alias.")
     ] = None,
@@ -103,4 +116,4 @@ def list_promotions(
     limit: Limit = 50,
 ) -> Page[PromotionView]:
     """List promotions, the newest first; nothing is ever changed or removed."""
-    return context.store.promotions(alias=alias, cursor=cursor, limit=limit)
+    return store.promotions(alias=alias, cursor=cursor, limit=limit)

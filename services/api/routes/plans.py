@@ -6,8 +6,9 @@ from typing import TypedDict
 
 from fastapi import APIRouter, Depends
 
-from services.api.auth.keys import requires
-from services.api.deps import Admission, ContextDep
+from services.api.auth.callers import requires
+from services.api.auth.keys import Scope
+from services.api.deps import Admission, CallerDep, ContextDep
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.api.routes.jobs import RequestBody
@@ -19,7 +20,7 @@ from services.shared.jobs.spec import ChainSpec
 
 router = APIRouter(
     tags=["plans"],
-    dependencies=[Depends(requires(None)), Depends(screen_json)],
+    dependencies=[Depends(requires(Scope.READ)), Depends(screen_json)],
     responses=problems(400, 401, 413, 422, 429, 500, 503),
 )
 
@@ -32,19 +33,21 @@ class ChainPlanDict(TypedDict):
 
 
 @router.post("/jobs/plan", operation_id="plan_job")
-def plan_job(body: RequestBody, context: ContextDep) -> StoredDocument[JobPlanDict | ChainPlanDict]:
+def plan_job(
+    body: RequestBody, context: ContextDep, caller: CallerDep
+) -> StoredDocument[JobPlanDict | ChainPlanDict]:
     """Plan a job's memory and store nothing. A job that does not fit has a plan too.
 
     A chain has two: `{"teacher": {...}, "distill": {...}}`.
     """
-    admission = context.admission
+    admission, project = context.admission, caller.project
     if not isinstance(body, ChainSpec):
-        return _plan(admission.resolve(body), admission)
+        return _plan(admission.resolve(body, project=project), admission)
     with prefix_field("teacher"):
-        teacher = admission.resolve(body.teacher_spec())
+        teacher = admission.resolve(body.teacher_spec(), project=project)
         first = _plan(teacher, admission)
     with prefix_field("distill"):
-        distill = admission.resolve(body.distill_spec(), chained=teacher)
+        distill = admission.resolve(body.distill_spec(), project=project, chained=teacher)
         return {"teacher": first, "distill": _plan(distill, admission)}
 
 

@@ -14,12 +14,14 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response
 
-from services.api.auth.keys import caller_of, requires
-from services.api.deps import AppContext, ContextDep, JobId
+from services.api.auth.callers import requires
+from services.api.auth.keys import Scope
+from services.api.deps import AppContext, CallerDep, ContextDep, JobId, StoreDep
 from services.api.downsampling import RankSeries, Series, downsample, rank_memory
-from services.api.event_streams import EVENTS_AT_ONCE, JobFeed
+from services.api.event_streams import JobFeed
 from services.api.openapi import problems
 from services.shared.files.tail import read_last_lines
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.errors import NotFound, Unavailable
 from services.shared.jobs.planning.plan_vs_measured import PlannedPhases
@@ -28,7 +30,7 @@ from services.shared.jobs.views import EventView, JobView
 
 router = APIRouter(
     tags=["jobs"],
-    dependencies=[Depends(requires(None))],
+    dependencies=[Depends(requires(Scope.READ))],
     responses=problems(401, 404, 422, 429, 500, 503),
 )
 
@@ -65,21 +67,22 @@ Points = Annotated[int, Query(ge=2, le=5000, description="Most points of a serie
 async def watch_job(
     job_id: JobId,
     context: ContextDep,
+    store: StoreDep,
+    caller: CallerDep,
     request: Request,
     last_event_id: Annotated[
         int, Header(ge=0, le=LAST_SEQ, description="Go on after this event.")
     ] = 0,
 ) -> Any:
     """Stream a job's events: `state`, `phase`, `evaluation` (with ids) and `progress` (without)."""
-    await run_in_threadpool(context.store.job, job_id)  # an unknown job is a 404, not a stream
-    caller = caller_of(request)
+    await run_in_threadpool(store.job, job_id)  # an unknown job is a 404, not a stream
     if _wants_json(request):
         return await run_in_threadpool(
-            context.store.events, job_id, after_seq=last_event_id, limit=MOST_EVENTS
+            store.events, job_id, after_seq=last_event_id, limit=MOST_EVENTS
         )
-    context.stream_limiter.check(caller)
+    context.stream_limiter.check(caller.id)
     return EventSourceResponse(
-        _events(job_id, context=context, after_seq=last_event_id, caller=caller),
+        _events(job_id, context=context, after_seq=last_event_id, caller=caller.id),
         ping=context.settings.event_ping_seconds,
     )
 
@@ -131,9 +134,7 @@ async def _events_after(
     kept = feed.after(after_seq)
     if kept is not None:
         return kept
-    return await run_in_threadpool(
-        context.store.events, job_id, after_seq=after_seq, limit=EVENTS_AT_ONCE
-    )
+    return await context.event_streams.read(job_id, after_seq=after_seq)
 
 
 def _progress_json(job: JobView) -> str:
@@ -147,12 +148,12 @@ def _progress_json(job: JobView) -> str:
 )
 def get_job_log(
     job_id: JobId,
-    context: ContextDep,
+    store: StoreDep,
     attempt: Attempt = None,
     tail_bytes: Annotated[int, Query(ge=1, le=1024 * 1024)] = 64 * 1024,
 ) -> Response:
     """Return the end of what torchrun and the ranks have printed, in whole lines."""
-    run, _ = _run(context, job_id, attempt)
+    run, _ = _run(store, job_id, attempt)
     return PlainTextResponse(read_last_lines(run.log, max_bytes=tail_bytes) if run else "")
 
 
@@ -168,10 +169,10 @@ class JobMemory(BaseModel):
 
 @router.get("/jobs/{job_id}/memory", operation_id="get_job_memory")
 def get_job_memory(
-    job_id: JobId, context: ContextDep, attempt: Attempt = None, points: Points = 500
+    job_id: JobId, store: StoreDep, attempt: Attempt = None, points: Points = 500
 ) -> JobMemory:
     """Show each rank's memory over time, and its peak in each phase next to the planned one."""
-    run, job = _run(context, job_id, attempt)
+    run, job = _run(store, job_id, attempt)
     number = attempt or job.attempt
     plans = {tried.number: tried.plan for tried in job.attempts}
     plan = plans.get(number, job.plan)  # each attempt's own: a remedy changes the plan
@@ -202,10 +203,10 @@ class JobMetrics(BaseModel):
 
 @router.get("/jobs/{job_id}/metrics", operation_id="get_job_metrics")
 def get_job_metrics(
-    job_id: JobId, context: ContextDep, attempt: Attempt = None, points: Points = 500
+    job_id: JobId, store: StoreDep, attempt: Attempt = None, points: Points = 500
 ) -> JobMetrics:
     """Show loss, learning rate and speed over time, and every evaluation."""
-    run, job = _run(context, job_id, attempt)
+    run, job = _run(store, job_id, attempt)
     evaluations: list[ProgressRecord] = []
 
     def records() -> Iterator[ProgressRecord]:
@@ -225,12 +226,10 @@ def get_job_metrics(
     )
 
 
-def _run(
-    context: AppContext, job_id: str, attempt: int | None
-) -> tuple[RunDirectory | None, JobView]:
+def _run(store: Store, job_id: str, attempt: int | None) -> tuple[RunDirectory | None, JobView]:
     """Return the run directory of an attempt, or None before the first."""
-    job = context.store.job(job_id)
+    job = store.job(job_id)
     number = attempt or job.attempt
     if number > job.attempt:
         raise NotFound("attempt", f"{job_id}/{number}")
-    return (RunDirectory(context.settings.run_dir(job_id, number)) if number else None), job
+    return (RunDirectory(store.settings.run_dir(job_id, number)) if number else None), job

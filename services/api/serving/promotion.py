@@ -11,7 +11,7 @@ from services.shared.jobs.gates import Int8Gate
 
 @dataclass(frozen=True)
 class Promotion:
-    """The decision that `alias` should serve the artifact in `directory` from now on."""
+    """The decision that `alias`, qualified by its project, should serve the artifact in `directory` from now on."""
 
     promotion_id: str
     alias: str

@@ -56,6 +56,7 @@ class Page(_View, Generic[ItemT]):
 class DatasetView(DatasetCard):
     """A stored dataset."""
 
+    project: str
     created_at: datetime
     created_by: str | None = None  # name of the key
     deleted_at: datetime | None = None  # hidden from lists; its files go after the grace period
@@ -87,6 +88,7 @@ class JobSummary(_View):
     dataset_id: str
     parent_job_id: str | None
     retry_of: str | None
+    project: str
     attempt: int  # number of the last attempt; 0 before the first
     created_at: datetime
     created_by: str | None  # name of the key
@@ -176,6 +178,7 @@ class ModelView(_View):
     """A trained model and where it came from."""
 
     id: str
+    project: str
     job_id: str
     kind: Kind
     name: str | None
@@ -200,6 +203,8 @@ class PromotionView(_View):
 
     id: str
     seq: int
+    project: str  # in which the alias is
+    promoted_by: str | None  # the name of a key: of the job's, where the job promoted its own model
     alias: str
     model_id: str
     forced: bool

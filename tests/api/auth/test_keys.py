@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from services.api.auth.keys import Keys, KeysFile, Scope, load_keys, read_keys
+from services.api.auth.keys import ApiKey, Keys, KeysFile, Scope, load_keys, read_keys
 from services.api.settings import ApiSettings
 from tests.api.harness import Platform
 
@@ -68,8 +68,42 @@ def test_each_scope_permits_only_its_own_operations(
             assert str(scope) in response.json()["detail"]
 
 
-def test_any_key_may_read(client: TestClient) -> None:
-    assert client.get("/jobs", headers=bearer("predict-key")).status_code == 503  # no database here
+@pytest.mark.parametrize("held", ["read", "submit", "promote", "admin"])
+def test_who_submits_or_promotes_may_read_too(client: TestClient, held: str) -> None:
+    response = client.get("/jobs", headers=bearer(f"{held}-key"))
+    assert response.status_code == 503  # permitted, but there is no database here
+
+
+@pytest.mark.parametrize("held", ["predict", "metrics"])
+@pytest.mark.parametrize("path", ["/jobs", "/models/mdl_1", "/promotions", "/datasets"])
+def test_a_key_for_predictions_or_metrics_reads_nothing(
+    client: TestClient, held: str, path: str
+) -> None:
+    response = client.get(path, headers=bearer(f"{held}-key"))
+    assert response.status_code == 403
+    assert "read" in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("scopes", "project", "may"),
+    [
+        (["read"], None, True),  # an entry from before there were projects
+        (["submit"], None, True),
+        (["predict"], None, False),
+        (["read"], "default", False),
+        (["metrics"], "reviews", True),
+        (["admin"], "reviews", True),
+    ],
+)
+def test_metrics_need_their_scope_or_a_key_from_before_there_were_projects(
+    scopes: list[str], project: str | None, may: bool
+) -> None:
+    key = ApiKey.model_validate({**entry("k", *scopes), "project": project})
+    assert key.allows(Scope.METRICS) is may
+
+
+def test_a_key_without_a_project_belongs_to_default() -> None:
+    assert ApiKey.model_validate(entry("k", "read")).owner == "default"
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/openapi.json"])
@@ -148,7 +182,8 @@ def test_a_keys_file_holds_hashes_and_scopes(tmp_path: Path) -> None:
     keys = load_keys(settings(tmp_path, host="0.0.0.0", api_keys_file=file))
     found = keys.find("secret")
     assert found is not None
-    assert found.scopes == {Scope.SUBMIT, Scope.PREDICT}
+    name, key = found
+    assert (name, key.scopes) == ("ci", frozenset({Scope.SUBMIT, Scope.PREDICT}))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from httpx2 import Response
 
 from services.api.routes import datasets
+from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
 from tests.api.harness import Platform
 
@@ -199,10 +200,10 @@ def test_an_upload_over_the_limit_is_rejected_while_it_streams(platform: Platfor
 def test_a_dataset_that_cannot_be_registered_leaves_no_files(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(card: Any) -> None:
+    def away(store: Store, card: Any) -> None:
         raise Unavailable("away")
 
-    monkeypatch.setattr(platform.store, "add_dataset", away)
+    monkeypatch.setattr(Store, "add_dataset", away)
     assert upload(platform.client(), jsonl(rows())).status_code == 503
     assert left_over(platform) == []
 

@@ -36,7 +36,8 @@ class Shadow:
         self, texts: Sequence[str], answers: Sequence[Prediction], *, truncate: bool, alias: str
     ) -> None:
         """Send a request to the shadow model if it falls into the share and the queue is short."""
-        shadow_alias = self._settings.shadow_alias
+        project, slash, _ = alias.rpartition("/")
+        shadow_alias = f"{project}{slash}{self._settings.shadow_alias}"  # of the same project
         shadow = self._active_models.get(shadow_alias)
         if alias == shadow_alias or shadow is None or self._settings.shadow_share == 0:
             return
@@ -46,7 +47,9 @@ class Shadow:
         self._credit -= 1
         if self._batcher.queue_tokens > self._settings.batch_tokens:
             return  # client requests have priority
-        task = asyncio.ensure_future(self._compare(list(texts), answers, shadow, truncate))
+        task = asyncio.ensure_future(
+            self._compare(list(texts), answers, shadow, truncate=truncate, alias=shadow_alias)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -55,12 +58,16 @@ class Shadow:
         await asyncio.gather(*self._tasks)
 
     async def _compare(
-        self, texts: list[str], answers: Sequence[Prediction], shadow: ActiveModel, truncate: bool
+        self,
+        texts: list[str],
+        answers: Sequence[Prediction],
+        shadow: ActiveModel,
+        *,
+        truncate: bool,
+        alias: str,
     ) -> None:
         try:
-            shadow_answers = await self._batcher.predict(
-                texts, truncate=truncate, alias=self._settings.shadow_alias
-            )
+            shadow_answers = await self._batcher.predict(texts, truncate=truncate, alias=alias)
         except PredictionError:
             return  # counted where it was raised; the client has its answer
         for head in shadow.heads:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Engine, make_url
+from sqlalchemy import Engine, event, make_url
 from sqlalchemy import create_engine as _create_engine
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import ORMExecuteState, Session, with_loader_criteria
 
+from services.shared.jobs.db.tables import OwnedByProject
 from services.shared.jobs.errors import Unavailable
 
 # A cut network must not hold a heartbeat longer than a lease (60 s): the kernel closes
@@ -43,15 +44,33 @@ def create_engine(database_url: str) -> Engine:
     )
 
 
+class ProjectSession(Session):
+    """A session that sees only the rows of the project in its `info`; those of all projects for None."""
+
+
+@event.listens_for(ProjectSession, "do_orm_execute")
+def _filter_by_project(statement: ORMExecuteState) -> None:
+    """Add the project to every query, so that none can forget it."""
+    project = statement.session.info["project"]
+    if project is not None and not statement.is_insert:
+        owned = with_loader_criteria(
+            OwnedByProject, lambda row: row.project == project, include_aliases=True
+        )
+        statement.statement = statement.statement.options(owned)
+
+
 @contextmanager
-def transaction(engine: Engine) -> Iterator[Session]:
-    """Open a session, commit at the end, roll back on an exception.
+def transaction(engine: Engine, *, project: str | None = None) -> Iterator[Session]:
+    """Open a session on the rows of a project (None: of all), commit at the end, roll back on an exception.
 
     Raises Unavailable when the database cannot be reached, does not answer in time or accepts no
     writes for now. Any other error of the database is a fault of ours and passes, without its SQL.
     """
     try:
-        with Session(engine, expire_on_commit=False) as session, session.begin():
+        with (
+            ProjectSession(engine, expire_on_commit=False, info={"project": project}) as session,
+            session.begin(),
+        ):
             yield session
     except PoolTimeoutError as error:
         raise Unavailable(f"The database does not answer: {error}") from error

@@ -111,7 +111,10 @@ def may_serve() -> ColumnElement[bool]:
         .scalar_subquery()
     )
     return ~exists().where(
-        newer.alias == PromotionRow.alias, newer.seq > PromotionRow.seq, outcome == "served"
+        newer.project == PromotionRow.project,
+        newer.alias == PromotionRow.alias,
+        newer.seq > PromotionRow.seq,
+        outcome == "served",
     )
 
 

@@ -17,6 +17,7 @@ from services.shared.jobs.documents import JobPlanDict
 from services.shared.jobs.errors import InvalidRequest, InvalidTransition, NotFound, prefix_field
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.planning.plan_vs_measured import PlannedPhases, compare_phases
+from services.shared.jobs.projects import DEFAULT_PROJECT, Access
 from services.shared.jobs.resolved_spec import PlannedSpec
 from services.shared.jobs.spec import ChainSpec, DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import JobState, Reason
@@ -40,18 +41,19 @@ def create(
     spec: TeacherSpec | DistillSpec,
     *,
     plan: JobPlanDict | None,
+    access: Access,
     recipe: Recipe | None = None,
     idempotency_key: str | None = None,
     retry_of: str | None = None,
     request: ChainSpec | None = None,
-    created_by: str | None = None,
 ) -> tuple[str, bool]:
-    """Insert a job unless its key is known; return its id and whether it is new.
+    """Insert a job of the access's project unless its key is known; return its id and whether it is new.
 
     `request` is the chain that the job is a part of.
     """
     sha256 = _digest(request or spec, retry_of=retry_of)
     if idempotency_key is not None:
+        idempotency_key = _qualified_key(idempotency_key, access.project)
         known = _by_key(session, idempotency_key, sha256)
         if known is not None:
             return known, False
@@ -66,7 +68,8 @@ def create(
             idempotency_key=idempotency_key,
             spec_sha256=sha256,
             retry_of=retry_of,
-            created_by=created_by,
+            project=access.project,
+            created_by=access.actor,
             **_columns(spec, dependency),
         )
         .on_conflict_do_nothing(index_elements=[JobRow.idempotency_key])
@@ -87,8 +90,8 @@ def create_chain(
     *,
     teacher: PlannedSpec,
     distill: PlannedSpec,
+    access: Access,
     idempotency_key: str | None = None,
-    created_by: str | None = None,
 ) -> tuple[str, bool]:
     """Insert both jobs of a chain unless its key is known; return the teacher's id, and if it is new."""
     teacher_id, created = create(
@@ -96,9 +99,9 @@ def create_chain(
         chain.teacher_spec(),
         plan=teacher.plan,
         recipe=teacher.recipe,
+        access=access,
         idempotency_key=idempotency_key,
         request=chain,
-        created_by=created_by,
     )
     if created:
         create(
@@ -107,7 +110,7 @@ def create_chain(
             plan=distill.plan,
             recipe=distill.recipe,
             request=chain,
-            created_by=created_by,
+            access=access,
         )
     return teacher_id, created
 
@@ -154,6 +157,7 @@ def list_page(
 
 def events(session: Session, job_id: str, *, after_seq: int, limit: int) -> list[EventView]:
     """Return events of a job in order; raises NotFound for an unknown job."""
+    get(session, job_id)  # an event itself belongs to no project
     after_seq = max(0, min(after_seq, LARGEST_SEQ))
     rows = session.scalars(
         select(EventRow)
@@ -161,17 +165,13 @@ def events(session: Session, job_id: str, *, after_seq: int, limit: int) -> list
         .order_by(EventRow.seq)
         .limit(checked_limit(limit))
     ).all()
-    if not rows:
-        get(session, job_id)
     return [EventView.model_validate(row, from_attributes=True) for row in rows]
 
 
 def attempts(session: Session, job_id: str) -> list[AttemptView]:
     """Return the attempts of a job in order; raises NotFound for an unknown job."""
-    found = _attempts(session, job_id)
-    if not found:
-        get(session, job_id)
-    return found
+    get(session, job_id)
+    return _attempts(session, job_id)
 
 
 def plan_errors(session: Session, *, limit: int) -> list[PlanError]:
@@ -266,12 +266,20 @@ def _attempts(session: Session, job_id: str) -> list[AttemptView]:
     return [AttemptView.model_validate(row, from_attributes=True) for row in rows]
 
 
-def _by_key(session: Session, key: str, sha256: str) -> str | None:
+def _qualified_key(key: str, project: str) -> str:
+    """Return an idempotency key as it is stored: unique among all projects, as the column requires.
+
+    A key has no spaces. Raises InvalidRequest for one of an impossible length.
+    """
     if not 1 <= len(key) <= _MAX_KEY_LENGTH:
         raise InvalidRequest(
             f"Idempotency-Key: {len(key)} characters; give 1 to {_MAX_KEY_LENGTH}",
             field="Idempotency-Key",
         )
+    return key if project == DEFAULT_PROJECT else f"{project} {key}"
+
+
+def _by_key(session: Session, key: str, sha256: str) -> str | None:
     known = session.execute(
         select(JobRow.id, JobRow.spec_sha256).where(JobRow.idempotency_key == key)
     ).one_or_none()

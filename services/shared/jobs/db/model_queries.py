@@ -13,6 +13,7 @@ from services.shared.jobs.db.tables import JobRow, ModelRow, PromotionRow, Servi
 from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidRequest, NotFound
 from services.shared.jobs.gates import GateFloor, Int8Gate, evaluate_gate
 from services.shared.jobs.ids import model_id_of, new_id
+from services.shared.jobs.projects import Access
 from services.shared.jobs.run_directory import Report
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, job_spec
@@ -33,6 +34,7 @@ def add(session: Session, job: JobRow, report: Report, *, floor: GateFloor) -> N
         insert(ModelRow).values(
             id=model_id,
             job_id=job.id,
+            project=job.project,
             kind=job.kind,
             name=job.name,
             dataset_id=job.dataset_id,
@@ -46,7 +48,8 @@ def add(session: Session, job: JobRow, report: Report, *, floor: GateFloor) -> N
         )
     )
     if isinstance(spec, DistillSpec) and spec.promote == "when_passed" and gate and gate.passed:
-        _append(session, model_id, DEFAULT_ALIAS, forced=False, reason=gate.message)
+        access = Access(project=job.project, actor=job.created_by)
+        _append(session, model_id, DEFAULT_ALIAS, access=access, forced=False, reason=gate.message)
 
 
 def view(session: Session, model_id: str, *, settings: JobSettings) -> ModelView:
@@ -94,8 +97,9 @@ def promote(
     alias: str,
     force: bool,
     reason: str | None,
+    actor: str | None,
 ) -> PromotionView:
-    """Append a promotion; raises InvalidRequest, GateNotPassed."""
+    """Append a promotion in the model's project; raises InvalidRequest, GateNotPassed."""
     if not _ALIAS.fullmatch(alias):
         raise InvalidRequest(
             f"alias: {alias[:80]!r} is no alias; use a-z, 0-9, _ and -, a letter first, 64 at most",
@@ -108,7 +112,8 @@ def promote(
     if model.gate is not None and not model.gate.passed and not force:
         raise GateNotPassed(model.id, model.gate.message)
     _lock_for_promotion(session, model.id)
-    return _append(session, model.id, alias, forced=force, reason=reason)
+    access = Access(project=model.project, actor=actor)
+    return _append(session, model.id, alias, access=access, forced=force, reason=reason)
 
 
 def _lock_for_promotion(session: Session, model_id: str) -> None:
@@ -133,11 +138,11 @@ def promotions(
     return Page(items=items, next_cursor=str(items[-1].seq) if len(rows) > limit else None)
 
 
-def active(session: Session, alias: str) -> PromotionView | None:
-    """Return the promotion that an alias serves, or None before the first."""
+def active(session: Session, alias: str, *, project: str) -> PromotionView | None:
+    """Return the promotion that an alias of a project serves, or None before the first."""
     row = session.scalar(
         select(PromotionRow)
-        .where(PromotionRow.alias == alias)
+        .where(PromotionRow.project == project, PromotionRow.alias == alias)
         .order_by(PromotionRow.seq.desc())
         .limit(1)
     )
@@ -212,11 +217,25 @@ def serving_by_model(
 
 
 def _append(
-    session: Session, model_id: str, alias: str, *, forced: bool, reason: str | None
+    session: Session,
+    model_id: str,
+    alias: str,
+    *,
+    access: Access,
+    forced: bool,
+    reason: str | None,
 ) -> PromotionView:
     row = session.scalars(
         insert(PromotionRow)
-        .values(id=new_id("prm"), alias=alias, model_id=model_id, forced=forced, reason=reason)
+        .values(
+            id=new_id("prm"),
+            project=access.project,
+            alias=alias,
+            model_id=model_id,
+            forced=forced,
+            reason=reason,
+            promoted_by=access.actor,
+        )
         .returning(PromotionRow)
     ).one()
     return _promotion_views(session, [row])[0]

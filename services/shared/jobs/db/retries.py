@@ -10,6 +10,7 @@ from services.shared.jobs.db.tables import JobRow
 from services.shared.jobs.documents import JobPlanDict
 from services.shared.jobs.errors import Conflict, InvalidTransition
 from services.shared.jobs.planning.spec_changes import ChangedSpec
+from services.shared.jobs.projects import Access
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSource, job_spec
 from services.shared.jobs.state import JobState, Reason
 
@@ -22,10 +23,10 @@ def retry(
     changed: ChangedSpec,
     *,
     plan: JobPlanDict | None,
+    actor: str | None,
     idempotency_key: str | None,
-    created_by: str | None = None,
 ) -> tuple[str, bool]:
-    """Insert a new job that repeats a failed or cancelled one; return its id, and if it is new.
+    """Insert a new job that repeats a failed or cancelled one in its project; return its id, and if it is new.
 
     The distillations that failed with it are repeated as well, and wait for the new job.
     Raises NotFound, InvalidTransition for any other state.
@@ -35,22 +36,23 @@ def retry(
         raise Conflict(f"Job {job_id} is deleted: restore it before it is retried.")
     if old.state not in _UNSUCCESSFUL:
         raise InvalidTransition(job_id, old.state, JobState.QUEUED)
+    access = Access(project=old.project, actor=actor)
     new, created = create(
         session,
         changed.spec,
+        access=access,
         plan=plan,
         recipe=changed.recipe,
         idempotency_key=idempotency_key,
         retry_of=job_id,
-        created_by=created_by,
     )
     if created:
-        _retry_children(session, job_id, new_parent_id=new, created_by=created_by)
+        _retry_children(session, job_id, new_parent_id=new, access=access)
     return new, created
 
 
 def _retry_children(
-    session: Session, parent_id: str, *, new_parent_id: str, created_by: str | None
+    session: Session, parent_id: str, *, new_parent_id: str, access: Access
 ) -> None:
     """Repeat the jobs that failed with a job, and their own children.
 
@@ -76,6 +78,6 @@ def _retry_children(
             plan=child.plan,
             recipe=Recipe.model_validate(child.recipe),
             retry_of=child.id,
-            created_by=created_by,
+            access=access,
         )
-        _retry_children(session, child.id, new_parent_id=new, created_by=created_by)
+        _retry_children(session, child.id, new_parent_id=new, access=access)

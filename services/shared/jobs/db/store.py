@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 
 from sqlalchemy import Engine, select, text
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
 
 from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.artifact_layout import MANIFEST
@@ -22,6 +24,7 @@ from services.shared.jobs.ids import new_token
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.paths import highest_attempt
 from services.shared.jobs.planning.spec_changes import ChangedSpec
+from services.shared.jobs.projects import Access
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, resolve_directories
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import ChainSpec, DistillSpec, TeacherSpec
@@ -55,29 +58,36 @@ class Store:
     Every method raises Unavailable when the database does not answer.
     """
 
-    def __init__(self, engine: Engine, settings: JobSettings) -> None:
+    def __init__(self, engine: Engine, settings: JobSettings, *, access: Access = Access()) -> None:
         self.engine = engine
         self.settings = settings
+        self.access = access
+
+    def within(self, access: Access) -> Store:
+        """Return a store on the same database that sees and creates only what `access` permits."""
+        return Store(self.engine, self.settings, access=access)
+
+    def _transaction(self) -> AbstractContextManager[Session]:
+        return transaction(self.engine, project=self.access.visible_project)
 
     def ping(self) -> None:
         """Check that the database accepts writes. Raises Unavailable."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             # Changes nothing, and is refused by a read-only database as any other write.
             session.execute(text("UPDATE jobs SET worker = worker WHERE false"))
 
     # Datasets
 
-    def add_dataset(
-        self, card: DatasetCard, *, created_by: str | None = None, size_bytes: int = 0
-    ) -> DatasetView:
+    def add_dataset(self, card: DatasetCard, *, size_bytes: int = 0) -> DatasetView:
         """Register a dataset whose files are already in `settings.dataset_dir(card.id)`."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             row = session.scalars(
                 insert(DatasetRow)
                 .values(
                     id=card.id,
                     card=card.model_dump(mode="json"),
-                    created_by=created_by,
+                    project=self.access.project,
+                    created_by=self.access.actor,
                     size_bytes=size_bytes,
                 )
                 .returning(DatasetRow)
@@ -86,7 +96,7 @@ class Store:
 
     def dataset(self, dataset_id: str) -> DatasetView:
         """Return a dataset; raises NotFound."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             row = session.get(DatasetRow, dataset_id)
             if row is None or row.purged_at is not None:
                 raise NotFound("dataset", dataset_id)
@@ -103,7 +113,7 @@ class Store:
         )
         if cursor is not None:
             query = query.where(DatasetRow.id < cursor)
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             rows = session.scalars(query.limit(checked_limit(limit) + 1)).all()
         items = [_dataset_view(row) for row in rows[:limit]]
         return Page(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
@@ -113,12 +123,12 @@ class Store:
     def resolve(
         self, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
     ) -> ResolvedSpec:
-        """Look up everything that a spec refers to; `chained` is the teacher of a chain.
+        """Look up everything that a spec of the access's project refers to.
 
-        Raises InvalidRequest for references that do not exist, do not match, or lead out of the model
-        roots.
+        `chained` is the teacher of a chain. Raises InvalidRequest for references that do not exist in
+        the project, do not match, or lead out of the model roots.
         """
-        with transaction(self.engine) as session:
+        with transaction(self.engine, project=self.access.project) as session:
             references = load_references(session, spec, chained=chained)
         return resolve_directories(spec, references, settings=self.settings, chained=chained)
 
@@ -127,21 +137,20 @@ class Store:
         planned: PlannedSpec,
         *,
         idempotency_key: str | None = None,
-        created_by: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store a job; return it and whether it is new: send it after that if it is `queued`.
 
         The same key with the same spec gives the same job again. Raises InvalidRequest for a teacher
         job that has failed, and for a key used with another spec.
         """
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             job_id, created = job_queries.create(
                 session,
                 planned.resolved.spec,
                 plan=planned.plan,
                 recipe=planned.recipe,
+                access=self.access,
                 idempotency_key=idempotency_key,
-                created_by=created_by,
             )
             return job_queries.view(session, job_id), created
 
@@ -152,26 +161,25 @@ class Store:
         teacher: PlannedSpec,
         distill: PlannedSpec,
         idempotency_key: str | None = None,
-        created_by: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store both jobs of a chain or neither; return the teacher job and whether they are new.
 
         Raises what `create_job` raises; its field then begins with the part, `teacher` or `distill`.
         """
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             teacher_id, created = job_queries.create_chain(
                 session,
                 chain,
                 teacher=teacher,
                 distill=distill,
+                access=self.access,
                 idempotency_key=idempotency_key,
-                created_by=created_by,
             )
             return job_queries.view(session, teacher_id), created
 
     def job(self, job_id: str) -> JobView:
         """Return a job with its attempts; raises NotFound."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return job_queries.view(session, job_id)
 
     def list_jobs(
@@ -184,24 +192,24 @@ class Store:
         limit: int = 50,
     ) -> Page[JobSummary]:
         """Return jobs, newest first; raises InvalidRequest for a limit outside of 1 to 500."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return job_queries.list_page(
                 session, state=state, kind=kind, deleted=deleted, cursor=cursor, limit=limit
             )
 
     def events(self, job_id: str, *, after_seq: int = 0, limit: int = 100) -> list[EventView]:
         """Return events of a job after one of them, in order; raises NotFound."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return job_queries.events(session, job_id, after_seq=after_seq, limit=limit)
 
     def attempts(self, job_id: str) -> list[AttemptView]:
         """Return the attempts of a job in order; raises NotFound."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return job_queries.attempts(session, job_id)
 
     def plan_errors(self, *, limit: int = 100) -> list[PlanError]:
         """Return how far the plans of the last succeeded jobs were off, by device and phase."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return job_queries.plan_errors(session, limit=limit)
 
     def request_cancel(self, job_id: str) -> JobView:
@@ -210,7 +218,7 @@ class Store:
         Idempotent. Raises NotFound, and InvalidTransition for a job that has ended
         otherwise.
         """
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             job_queries.request_cancel(session, job_id)
             return job_queries.view(session, job_id)
 
@@ -221,7 +229,6 @@ class Store:
         *,
         plan: JobPlanDict | None = None,
         idempotency_key: str | None = None,
-        created_by: str | None = None,
     ) -> tuple[JobView, bool]:
         """Store a new job that repeats a failed or cancelled one and resumes from its checkpoints.
 
@@ -229,14 +236,14 @@ class Store:
         job and whether it is new, as `create_job` does. Raises NotFound, InvalidTransition,
         InvalidRequest.
         """
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             new, created = retries.retry(
                 session,
                 job_id,
                 changed,
                 plan=plan,
+                actor=self.access.actor,
                 idempotency_key=idempotency_key,
-                created_by=created_by,
             )
             return job_queries.view(session, new), created
 
@@ -250,7 +257,7 @@ class Store:
         Idempotent for a `token`: repeated after Unavailable, it returns the claim that was made.
         """
         last_on_disk = highest_attempt(self.settings, job_id)
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             claimed = attempt_queries.claim(
                 session,
                 job_id,
@@ -273,7 +280,7 @@ class Store:
         lease_seconds: float,
     ) -> HeartbeatReply:
         """Renew the lease and copy progress to the job."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return attempt_queries.heartbeat(
                 session,
                 claim.job_id,
@@ -291,7 +298,7 @@ class Store:
         after Unavailable, when it is unknown whether the commit was applied. An outcome that
         succeeded has its report, and its artifact in `settings.model_dir(claim.model_id)`.
         """
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return attempt_queries.finish(
                 session,
                 claim.job_id,
@@ -315,31 +322,31 @@ class Store:
         self, *, now: datetime | None = None, limit: int = 100
     ) -> list[QueuedJob]:
         """End attempts whose lease ran out, by the database's clock or by `now`; return what to send."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return attempt_queries.end_lost(session, now=now, limit=limit)
 
     def overdue_jobs(
         self, kind: Kind, *, sent_before: datetime | timedelta, limit: int = 100
     ) -> list[QueuedJob]:
         """Mark the longest queued jobs that were last sent before a moment (or an age) as sent now."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return attempt_queries.overdue(session, kind, sent_before=sent_before, limit=limit)
 
     def attempts_without_result(self, attempts: list[tuple[str, int]]) -> list[tuple[str, int]]:
         """Return those of (job id, attempt) that are over and have made no model."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return attempt_queries.without_result(session, attempts)
 
     def succeeded_among(self, job_ids: list[str]) -> list[str]:
         """Return those of the jobs that have succeeded."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return attempt_queries.succeeded_among(session, job_ids)
 
     # Models and promotions
 
     def model(self, model_id: str) -> ModelView:
         """Return a model by its id or its job's; raises NotFound, Conflict for a job without one."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return model_queries.view(session, model_id, settings=self.settings)
 
     def list_models(
@@ -351,7 +358,7 @@ class Store:
         limit: int = 50,
     ) -> Page[ModelView]:
         """Return models, newest job first; raises InvalidRequest for a limit outside of 1 to 500."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return model_queries.list_page(
                 session,
                 kind=kind,
@@ -374,40 +381,42 @@ class Store:
         Raises NotFound; Conflict for a job without a model or an artifact that is gone; GateNotPassed
         without `force`; InvalidRequest for `force` without a reason or an impossible alias.
         """
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             model = model_queries.view(session, model_id, settings=self.settings)
             if not (model.path / MANIFEST).is_file():
                 raise Conflict(f"The artifact of model {model.id} is no longer at {model.path}.")
-            return model_queries.promote(session, model, alias=alias, force=force, reason=reason)
+            return model_queries.promote(
+                session, model, alias=alias, force=force, reason=reason, actor=self.access.actor
+            )
 
     def promotions(
         self, *, alias: str | None = None, cursor: str | None = None, limit: int = 50
     ) -> Page[PromotionView]:
         """Return promotions, newest first; raises InvalidRequest for a wrong cursor or limit."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             return model_queries.promotions(session, alias=alias, cursor=cursor, limit=limit)
 
     def active(self, alias: str = model_queries.DEFAULT_ALIAS) -> PromotionView | None:
-        """Return the promotion that an alias serves, or None before the first."""
-        with transaction(self.engine) as session:
-            return model_queries.active(session, alias)
+        """Return the promotion that an alias of the access's project serves, or None before the first."""
+        with self._transaction() as session:
+            return model_queries.active(session, alias, project=self.access.project)
 
     def report_served(self, promotion_id: str, *, engine: str) -> None:
         """Record that the API serves a promotion, and with which engine; idempotent."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             model_queries.record_serving(session, promotion_id, engine=engine)
 
     def report_refused(self, promotion_id: str, why: str, *, transient: bool) -> None:
         """Record that the API refuses to serve a promotion; `transient` refusals are retried."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             model_queries.record_serving(session, promotion_id, refused=why, transient=transient)
 
     def set_int8_gate(self, model_id: str, gate: Int8Gate) -> None:
         """Record whether a model may be served in 8 bits."""
-        with transaction(self.engine) as session:
+        with self._transaction() as session:
             model_queries.set_int8_gate(session, model_id, gate)
 
 
 def _dataset_view(row: DatasetRow) -> DatasetView:
-    names = ("created_at", "created_by", "deleted_at", "deleted_by")
+    names = ("project", "created_at", "created_by", "deleted_at", "deleted_by")
     return DatasetView.model_validate({**row.card, **{n: getattr(row, n) for n in names}})

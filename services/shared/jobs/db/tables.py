@@ -45,6 +45,7 @@ from services.shared.jobs.documents import (
     ProgressDict,
     RecipeFields,
 )
+from services.shared.jobs.projects import DEFAULT_PROJECT
 from services.shared.jobs.views import Kind
 from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
@@ -65,6 +66,12 @@ class Table(DeclarativeBase):
         str: CleanText,
         datetime: DateTime(timezone=True),
     }
+
+
+class OwnedByProject:
+    """A column that sessions of one project filter by (`connection.transaction`)."""
+
+    project: Mapped[str] = mapped_column(server_default=DEFAULT_PROJECT)
 
 
 # Conditions of partial indexes. Queries use the same text: with a bound parameter in place of the
@@ -96,7 +103,7 @@ def _index_where_set(table: str, column: str) -> Index:
     return Index(f"{table}_{column}_idx", column, postgresql_where=is_set)
 
 
-class DatasetRow(Deletable, Table):
+class DatasetRow(Deletable, OwnedByProject, Table):
     """A validated dataset; its files are below the datasets directory, under its id."""
 
     __tablename__ = "datasets"
@@ -106,10 +113,14 @@ class DatasetRow(Deletable, Table):
     created_by: Mapped[str | None]  # name of the key
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
-    __table_args__ = (*_deletable(), _index_where_set("datasets", "deleted_at"))
+    __table_args__ = (
+        *_deletable(),
+        _index_where_set("datasets", "deleted_at"),
+        Index("datasets_project_id_idx", "project", "id"),
+    )
 
 
-class JobRow(Deletable, Table):
+class JobRow(Deletable, OwnedByProject, Table):
     """A job. Only `transitions.transition` writes `state`."""
 
     __tablename__ = "jobs"
@@ -144,7 +155,9 @@ class JobRow(Deletable, Table):
     token: Mapped[str | None]
     lease_until: Mapped[datetime | None]
 
-    idempotency_key: Mapped[str | None] = mapped_column(unique=True)
+    idempotency_key: Mapped[str | None] = mapped_column(
+        unique=True
+    )  # after its project, `default` apart
     spec_sha256: Mapped[str]
     created_by: Mapped[str | None]  # name of the key
     running_quota: Mapped[int | None]  # how many jobs of that key may run at once
@@ -197,6 +210,8 @@ class JobRow(Deletable, Table):
         Index("jobs_state_id_idx", "state", "id"),
         Index("jobs_kind_state_id_idx", "kind", "state", "id"),
         Index("jobs_kind_id_idx", "kind", "id"),
+        Index("jobs_project_id_idx", "project", "id"),
+        Index("jobs_project_state_id_idx", "project", "state", "id"),
         Index(
             "jobs_parent_job_id_idx",
             "parent_job_id",
@@ -266,7 +281,7 @@ class EventRow(Table):
     )
 
 
-class ModelRow(Deletable, Table):
+class ModelRow(Deletable, OwnedByProject, Table):
     """The result of a successful job; its files are below the models directory, under its id."""
 
     __tablename__ = "models"
@@ -288,6 +303,7 @@ class ModelRow(Deletable, Table):
     __table_args__ = (
         CheckConstraint("kind IN ('teacher', 'distill')", name="kind_known"),
         CheckConstraint("parameters >= 0 AND size_bytes >= 0", name="counts_not_negative"),
+        Index("models_project_id_idx", "project", "id"),
         *_deletable(),
         _index_where_set("models", "deleted_at"),
         _index_where_set("models", "teacher_model_id"),
@@ -295,7 +311,7 @@ class ModelRow(Deletable, Table):
     )
 
 
-class PromotionRow(Table):
+class PromotionRow(OwnedByProject, Table):
     """From here on the alias serves this model; a trigger refuses UPDATE and DELETE."""
 
     __tablename__ = "promotions"
@@ -306,12 +322,14 @@ class PromotionRow(Table):
     model_id: Mapped[str] = mapped_column(ForeignKey("models.id"))
     forced: Mapped[bool]
     reason: Mapped[str | None]
+    promoted_by: Mapped[str | None]  # name of the key
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (
         CheckConstraint("NOT forced OR reason IS NOT NULL", name="force_has_a_reason"),
         Index("promotions_alias_seq_idx", "alias", "seq"),
         Index("promotions_model_id_idx", "model_id"),
+        Index("promotions_project_alias_seq_idx", "project", "alias", "seq"),
     )
 
 
