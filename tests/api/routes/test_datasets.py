@@ -200,7 +200,7 @@ def test_an_upload_over_the_limit_is_rejected_while_it_streams(platform: Platfor
 def test_a_dataset_that_cannot_be_registered_leaves_no_files(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(store: Store, card: Any) -> None:
+    def away(store: Store, card: Any, **more: Any) -> None:
         raise Unavailable("away")
 
     monkeypatch.setattr(Store, "add_dataset", away)
