@@ -18,7 +18,7 @@ from services.shared.memory.forensics.diagnosis import (
     Sharded,
     Strength,
 )
-from services.shared.memory.forensics.matching.request_matching import Match
+from services.shared.memory.forensics.matching.candidates import Match
 from services.shared.memory.sizes import GIB
 from tools.diagnose_score import Score, score, table
 

@@ -17,7 +17,7 @@ from services.shared.memory.forensics.diagnosis import (
     Sharded,
     Strength,
 )
-from services.shared.memory.forensics.matching.request_matching import Match, Role
+from services.shared.memory.forensics.matching.candidates import Match, Role
 from services.shared.memory.sizes import GIB, MIB
 
 CASE = json.loads((Path(__file__).parents[2] / "data" / "golden_case.json").read_text())

@@ -9,7 +9,7 @@ from services.shared.memory.architecture.shape import from_preset
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
 from services.shared.memory.forensics.diagnosis import Confidence, Diagnosis, Sharded, Strength
-from services.shared.memory.forensics.matching.request_matching import Rounding
+from services.shared.memory.forensics.matching.rounding import Rounding
 from services.shared.memory.hardware import machine
 from services.shared.memory.planning.plan import plan
 from services.shared.memory.recipe import Loading, Recipe

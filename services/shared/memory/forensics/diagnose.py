@@ -15,12 +15,9 @@ from services.shared.memory.forensics.diagnosis import (
 )
 from services.shared.memory.forensics.evidence import Evidence, gather_evidence
 from services.shared.memory.forensics.free_text import FailurePhase
+from services.shared.memory.forensics.matching.candidates import Match
 from services.shared.memory.forensics.matching.planned_requests import planned_candidates
-from services.shared.memory.forensics.matching.request_matching import (
-    Match,
-    Rounding,
-    is_segment_size,
-)
+from services.shared.memory.forensics.matching.rounding import Rounding, is_segment_size
 from services.shared.memory.forensics.next_measurement import next_measurement
 from services.shared.memory.forensics.remedies.propose import propose_remedies
 from services.shared.memory.forensics.rules.progress import state_was_smaller, weighed_by_progress

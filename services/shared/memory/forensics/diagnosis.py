@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TypedDict
 
 from services.shared.memory.forensics.device_accounts import Accounts
-from services.shared.memory.forensics.matching.request_matching import Candidate, CandidateDict
+from services.shared.memory.forensics.matching.candidates import Candidate, CandidateDict
 from services.shared.memory.forensics.state_size import (
     Needs,
     NeedsDict,

@@ -25,12 +25,9 @@ from services.shared.memory.forensics.free_text import (
     read_strategy,
     vocabulary_in,
 )
-from services.shared.memory.forensics.matching.request_matching import (
-    Candidate,
-    Rounding,
-    Workload,
-    match_request,
-)
+from services.shared.memory.forensics.matching.candidates import Candidate, Role, Workload
+from services.shared.memory.forensics.matching.request_matching import match_request
+from services.shared.memory.forensics.matching.rounding import Rounding
 from services.shared.memory.hardware import DEVICES
 from services.shared.memory.oom_log.log_scanner import LogReading, read_log
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
@@ -333,6 +330,9 @@ def _candidates(evidence: Evidence) -> tuple[Candidate, ...]:
         micro_batch=case.micro_batch,
         sequence_length=case.sequence_length,
         zero=evidence.framework in (Framework.ZERO1, Framework.ZERO2, Framework.ZERO3),
+        replicates=evidence.framework is Framework.DDP and evidence.ranks != 1,
+        bits=evidence.precision.bits,
+        trains_all=not evidence.trains_adapters,
         vocab_size=_dimension(case, "vocab_size") or vocabulary_in(case.model_name or ""),
         hidden_size=_dimension(case, "hidden_size"),
         num_parameters=evidence.num_parameters,
@@ -341,7 +341,34 @@ def _candidates(evidence: Evidence) -> tuple[Candidate, ...]:
     found: dict[tuple[str, int], Candidate] = {}
     for shape in evidence.shapes or (None,):
         for candidate in match_request(
-            message.requested, shape, workload=workload, rounding=rounding
+            message.requested,
+            shape,
+            workload=workload,
+            rounding=rounding,
+            expected=_expected_roles(evidence),
         ):
             found.setdefault((candidate.what, candidate.size_bytes), candidate)
     return tuple(found.values())
+
+
+# What is allocated in each phase, and at sites that a traceback names.
+_ROLES_OF_PHASES: dict[FailurePhase, tuple[Role, ...]] = {
+    FailurePhase.LOAD: (Role.WEIGHT, Role.EMBEDDING, Role.FUSED_WEIGHTS, Role.PACKED),
+    FailurePhase.WRAP: (Role.LAYER, Role.ROOT, Role.MODEL, Role.BUCKET),
+    FailurePhase.BACKWARD: (Role.LAYER, Role.ROOT, Role.BUCKET),
+    FailurePhase.OPTIMIZER_STEP: (Role.MODEL, Role.LAYER, Role.BUCKET),
+    FailurePhase.SAVE: (Role.WEIGHT, Role.EMBEDDING, Role.LAYER, Role.MODEL),
+    FailurePhase.EVALUATE: (Role.LOGITS, Role.SCORES, Role.ACTIVATION),
+}
+_ROLES_OF_SITES: dict[Site, tuple[Role, ...]] = {
+    Site.LOSS: (Role.LOGITS,),
+    Site.ATTENTION: (Role.SCORES,),
+    Site.GATHERING: (Role.LAYER, Role.ROOT, Role.EMBEDDING),
+}
+
+
+def _expected_roles(evidence: Evidence) -> tuple[Role, ...]:
+    """Return the roles of what is allocated where the job failed."""
+    at_site = [role for site in evidence.sites for role in _ROLES_OF_SITES.get(site, ())]
+    in_phase = _ROLES_OF_PHASES.get(evidence.phase, ()) if evidence.phase else ()
+    return tuple(at_site) or in_phase

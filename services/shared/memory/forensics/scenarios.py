@@ -17,11 +17,8 @@ from services.shared.memory.forensics.case_to_plan import hardware_of, recipe_of
 from services.shared.memory.forensics.diagnosis import Cause, Hypothesis, Strength
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase, Framework, count_listed_devices
-from services.shared.memory.forensics.matching.request_matching import (
-    Match,
-    Rounding,
-    is_segment_size,
-)
+from services.shared.memory.forensics.matching.candidates import Match
+from services.shared.memory.forensics.matching.rounding import Rounding, is_segment_size
 from services.shared.memory.forensics.token_solver import (
     TOKENS_GRID,
     TYPICAL_TOKENS,

@@ -6,7 +6,7 @@ from services.shared.memory.forensics.case import Observed
 from services.shared.memory.forensics.diagnosis import Sharded
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase, Framework
-from services.shared.memory.forensics.matching.request_matching import Candidate, Match, Role
+from services.shared.memory.forensics.matching.candidates import Candidate, Match, Role
 from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.oom_log.traceback_sites import Note
 from services.shared.memory.sizes import format_size

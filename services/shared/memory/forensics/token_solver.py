@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from services.shared.memory.forensics.matching.request_matching import Rounding
+from services.shared.memory.forensics.matching.rounding import Rounding
 from services.shared.memory.oom_log.message_parser import PrintedSize
 from services.shared.memory.planning.ledger import PlanPhase, Point
 from services.shared.memory.sizes import MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.shared.memory.forensics.diagnosis import Cause, Hypothesis, Strength
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import Framework
-from services.shared.memory.forensics.matching.request_matching import Match, Role
+from services.shared.memory.forensics.matching.candidates import Match, Role
 from services.shared.memory.sizes import format_size
 
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from services.shared.memory.forensics.evidence import Evidence
-from services.shared.memory.forensics.matching.request_matching import (
-    Candidate,
-    Match,
-    Role,
-    Rounding,
-    is_segment_size,
-)
+from services.shared.memory.forensics.matching.candidates import Candidate, Match, Role
+from services.shared.memory.forensics.matching.rounding import Rounding, is_segment_size
 from services.shared.memory.forensics.scenarios import plan_with
 from services.shared.memory.oom_log.message_formats import Backend
 from services.shared.memory.oom_log.message_parser import PrintedSize

@@ -14,7 +14,7 @@ from services.shared.memory.forensics.diagnosis import (
 )
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase, Framework
-from services.shared.memory.forensics.matching.request_matching import Match
+from services.shared.memory.forensics.matching.candidates import Match
 from services.shared.memory.forensics.rules.texts import kill_strength
 from services.shared.memory.forensics.sharding_verdict import judge_sharding
 from services.shared.memory.forensics.state_size import Needs

@@ -7,7 +7,7 @@ import re
 from services.shared.memory.forensics.diagnosis import Cause, Hypothesis, likely, possible
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase
-from services.shared.memory.forensics.matching.request_matching import Match, Role
+from services.shared.memory.forensics.matching.candidates import Match, Role
 from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.oom_log.message_parser import excerpt
 from services.shared.memory.oom_log.traceback_sites import Note, Site
