@@ -19,6 +19,7 @@ from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.datasets.card import Head
 from services.shared.jobs.db.lifecycle_store import LifecycleStore
+from services.shared.datasets.text import Text
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import NotFound
 from services.shared.jobs.projects import DEFAULT_PROJECT
@@ -46,7 +47,7 @@ class Predictor(Protocol):
     def active(self, alias: str = "default") -> Student | None: ...
     def aliases(self) -> Sequence[str]: ...
     async def predict(
-        self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
+        self, texts: Sequence[Text], *, truncate: bool, alias: str = "default"
     ) -> Sequence[Prediction]:
         """Classify texts. Raises the errors of `serving.errors`."""
         ...

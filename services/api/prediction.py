@@ -18,13 +18,11 @@ from services.api.deps import AppContext, Student
 from services.api.problems import FieldError, ProblemError, invalid_field
 from services.api.serving.errors import NoActiveModel, TextTooLong, UnusableText
 from services.api.serving.prediction import Prediction
+from services.shared.datasets.text import Text, character_fault, strings_of
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 from services.shared.jobs.projects import qualified_alias
 
 T = TypeVar("T")
-
-# Control characters come from broken exports and from terminals. Tabs, line and page breaks are legitimate.
-_CONTROL_CHARACTERS = bytes(set(range(32)) - set(b"\t\n\v\f\r") | {127})
 
 WATCH_AFTER_SECONDS = 0.05  # delay before a request's connection is watched for a disconnect
 
@@ -45,7 +43,7 @@ class Usage(BaseModel):
 
 
 async def predict_texts(
-    texts: list[str],
+    texts: Sequence[Text],
     *,
     request: Request,
     context: AppContext,
@@ -66,7 +64,7 @@ async def predict_texts(
     qualified = qualified_alias(authenticate(request).project, alias)
     select_heads((head.name for head in student.heads), heads)
     try:
-        _reject_control_characters(texts)
+        _check_characters(texts)
         predictions = await _while_connected(
             request, context.predictor.predict(texts, truncate=truncate, alias=qualified)
         )
@@ -77,14 +75,12 @@ async def predict_texts(
     return predictions
 
 
-def _reject_control_characters(texts: Sequence[str]) -> None:
-    """Raise UnusableText for the first text with a control character."""
+def _check_characters(texts: Sequence[Text]) -> None:
+    """Raise UnusableText for the first text that a dataset may not have either."""
     for index, text in enumerate(texts):
-        raw = text.encode()  # bytes.translate scans 5 MB in 9 ms
-        cleaned = raw.translate(None, _CONTROL_CHARACTERS)
-        if len(cleaned) != len(raw):
-            found = next(character for character in raw if character in _CONTROL_CHARACTERS)
-            raise UnusableText(index, f"contains the control character U+{found:04X}")
+        for part in strings_of(text):
+            if fault := character_fault(part):
+                raise UnusableText(index, fault)
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

@@ -11,6 +11,7 @@ import numpy as np
 from services.shared.datasets.card import Head, Split
 from services.shared.datasets.split import text_key
 from services.shared.datasets.stored_card import read_card
+from services.shared.datasets.text import kind_of
 from services.shared.model.metrics import MISSING, Array, labelled_mask
 from services.shared.model.tokens import Rows, read_rows
 
@@ -61,13 +62,18 @@ def add_unlabelled(
 
     Texts that differ only in Unicode form or surrounding white space are duplicates. Held-out texts
     must never be trained on, and a labelled text needs no second row. The labels and splits of the
-    unlabelled datasets are ignored.
+    unlabelled datasets are ignored. Raises ValueError for texts of another kind.
     """
     seen = {text_key(text) for part in (train, *held_out) for text in part.rows.texts}
     texts, lines = list(train.rows.texts), list(train.rows.lines)
     sources, duplicates = list(train.sources), 0
     for directory in directories:
         card = read_card(directory)
+        if card.text_kind is not kind_of(texts[0]):
+            raise ValueError(
+                f"the texts of the unlabelled dataset {card.name!r} are of the kind {card.text_kind}, those of "
+                f"the labelled one {kind_of(texts[0])}"
+            )
         for split in Split:
             rows, start = read_rows(directory, split, []), len(texts)
             for text, line in zip(rows.texts, rows.lines, strict=True):

@@ -54,9 +54,12 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     progress.phase(Phase.LOADING)
     with probe.phase("load"):
         with fail_with(Reason.BAD_DATA):
-            heads = select_heads(read_card(task.dataset_dir), task.spec.heads)
+            card = read_card(task.dataset_dir)
+            heads = select_heads(card, task.spec.heads)
         verify_models([task.model_dir, task.teacher_dir], world)
-        files = read_teacher(task.teacher_dir, heads, max_length=training.max_length)
+        files = read_teacher(
+            task.teacher_dir, heads, text_kind=card.text_kind, max_length=training.max_length
+        )
         init = plan_student(run, task, files, world)
         with fail_with(Reason.BAD_DATA):
             data = read_data(
@@ -174,9 +177,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             batch = collate(train, rows, pad_id).to(world.device)
             with probe.phase("forward", step=number):
                 outputs = signals.for_rows(rows)  # [B, C] by head, and [B, K, H]
-                student_outputs = student.module(
-                    batch.input_ids, batch.attention_mask, [layer for layer, _ in matched]
-                )
+                student_outputs = student.module(*batch.inputs, tap=[layer for layer, _ in matched])
                 loss = objective.loss(student_outputs, outputs, batch, factors)
             optimizer.before_backward(
                 learning_rate=rate, step=state.step, part=i, parts=step.num_micro_batches

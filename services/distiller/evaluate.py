@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Head
+from services.shared.datasets.text import Text
 from services.shared.model.calibration import Calibration, calibration_error
 from services.shared.model.metrics import Array, HeadReport, head_metrics, predict
 from services.shared.model.tokens import encode, pad
@@ -90,7 +91,7 @@ def agreement(student: Array, teacher: Array) -> float:
 def single_text_seconds(
     classify: Callable[..., Mapping[str, torch.Tensor]],
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
+    texts: Sequence[Text],
     *,
     max_length: int,
     device: torch.device,
@@ -100,8 +101,8 @@ def single_text_seconds(
     chosen = list(texts[:LATENCY_TEXTS])
     for text in chosen[:1] * _WARM_UP + chosen:
         started = time.perf_counter()
-        ids, mask = pad(encode([text], tokenizer, max_length=max_length)[0], tokenizer.pad_token_id)
-        logits = classify(ids.to(device), mask)
+        tokens, _ = encode([text], tokenizer, max_length=max_length)
+        logits = classify(*pad(tokens, tokenizer.pad_token_id).to(device))
         for values in logits.values():
             values.cpu()  # synchronises with the device
         seconds.append(time.perf_counter() - started)

@@ -218,6 +218,7 @@ def publish(
             staging_dir,
             heads=data.heads,
             pooling=student.classifier.pooling,
+            text_kind=data.card.text_kind,
             lineage=_lineage(task, data, teacher.files, state),
             metrics=evaluation,
             max_length=training.max_length,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from services.distiller.corpus import Corpus
 from services.distiller.teacher import TeacherFiles
+from services.shared.datasets.text import Text, strings_of
 from services.shared.files.atomic_write import atomic_write
 from services.shared.files.hashing import file_sha256
 from services.shared.model.artifact import weights_sha256
@@ -154,9 +155,10 @@ def _short(value: object) -> str:
     return text if len(text) <= 24 else text[:12]
 
 
-def _text_sha256(texts: Sequence[str]) -> str:
+def _text_sha256(texts: Sequence[Text]) -> str:
     digest = hashlib.sha256()
     for text in texts:
-        data = text.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
+        for part in strings_of(text):
+            data = part.encode()
+            digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

@@ -76,7 +76,7 @@ def teacher_tokenizer(
     """Return the teacher's tokenizer: the same object as the student's where they share it."""
     if spec.student.tokenizer == "teacher" and init.vocabulary is None:
         return init.tokenizer
-    return load_tokenizer(files.directory)
+    return load_tokenizer(files.directory, files.text_kind)
 
 
 def load_student(student: Sharded, init: StudentInit, teacher: TeacherFiles, *, seed: int) -> None:
@@ -162,6 +162,6 @@ def _tokenizer(
     if isinstance(source, TrainedTokenizer):
         return train_shared_tokenizer(run, task, source, world)
     if source == "teacher":
-        return load_tokenizer(teacher.directory)
+        return load_tokenizer(teacher.directory, teacher.text_kind)
     assert task.model_dir is not None
-    return load_tokenizer(task.model_dir)
+    return load_tokenizer(task.model_dir, teacher.text_kind)

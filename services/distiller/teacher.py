@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from services.shared.datasets.card import Head, HeadType, heads_difference
+from services.shared.datasets.text import TextKind
 from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.spec import Distillation, Recipe
@@ -52,6 +53,7 @@ class TeacherFiles:
     columns: dict[
         str, list[int]
     ]  # by student head: the teacher's class index of each of its classes
+    text_kind: TextKind
     max_length: int  # tokens per text
     is_artifact: bool  # an artifact of this platform, not a plain Hugging Face classifier
     parameters: int
@@ -63,11 +65,13 @@ class TeacherFiles:
         return self.is_artifact or is_causal(self.config)
 
 
-def read_teacher(directory: Path, heads: Sequence[Head], *, max_length: int) -> TeacherFiles:
+def read_teacher(
+    directory: Path, heads: Sequence[Head], *, text_kind: TextKind, max_length: int
+) -> TeacherFiles:
     """Read a teacher: an artifact of this platform, or any Hugging Face sequence classifier.
 
     Raises RunFailed(BAD_MODEL), and RunFailed(BAD_SPEC) with both lists of heads where the teacher
-    lacks one of the student's.
+    lacks one of the student's, or where it was trained on another kind of texts.
     """
     config = read_config(directory)
     is_artifact = (directory / HEADS_FILE).exists()
@@ -75,6 +79,12 @@ def read_teacher(directory: Path, heads: Sequence[Head], *, max_length: int) -> 
         if is_artifact:
             artifact = read_artifact(directory)
             own, longest = artifact.heads, artifact.max_length or max_length
+            if artifact.text_kind is not text_kind:
+                raise RunFailed(
+                    Reason.BAD_SPEC,
+                    f"the teacher was trained on texts of the kind {artifact.text_kind}, but those of the "
+                    f"dataset are {text_kind}",
+                )
         else:
             own = [_classifier_head(config, directory, heads)]
             longest = min(
@@ -85,6 +95,7 @@ def read_teacher(directory: Path, heads: Sequence[Head], *, max_length: int) -> 
             config=config,
             heads=own,
             columns=match_heads(heads, own),
+            text_kind=text_kind,
             max_length=longest,
             is_artifact=is_artifact,
             parameters=count_parameters(directory),
@@ -114,7 +125,7 @@ class Teacher:
         self.files = files
         self.module = module.eval()
         self._sharded = sharded
-        self.tokenizer = load_tokenizer(files.directory)
+        self.tokenizer = load_tokenizer(files.directory, files.text_kind)
 
     @property
     def placement(self) -> str:
@@ -123,13 +134,17 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, tap: Sequence[int] = ()
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        tap: Sequence[int] = (),
     ) -> dict[str, Tensor]:
         """Return logits [B, C] by student head, in the student's class order, and the tapped states."""
-        if tap:
-            outputs = self.module(input_ids, attention_mask, tap=tuple(tap))
-        else:  # a plain Hugging Face classifier takes no `tap`
-            outputs = self.module(input_ids, attention_mask)
+        # A plain Hugging Face classifier takes no `tap`.
+        extra = {"tap": tuple(tap)} if tap else {}
+        outputs = self.module(input_ids, attention_mask, token_type_ids, **extra)
         if self._sharded is not None:
             self._sharded.reshard()
         result = {name: outputs[name][:, order] for name, order in self.files.columns.items()}
@@ -137,7 +152,7 @@ class Teacher:
 
     def predict_batch(self, batch: Batch, tap: Sequence[int] = ()) -> dict[str, Tensor]:
         """Return the outputs for a batch on its device."""
-        return self(batch.input_ids, batch.attention_mask, tap)
+        return self(*batch.inputs, tap=tap)
 
 
 def planned_placement(run: RunDirectory, distillation: Distillation) -> str:
@@ -189,8 +204,13 @@ class _SequenceClassifier(nn.Module):
         self.model = model
         self.head = head
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None) -> dict[str, Tensor]:
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        self._has_token_types = (getattr(model.config, "type_vocab_size", None) or 0) > 1
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+    ) -> dict[str, Tensor]:
+        extra = {"token_type_ids": token_type_ids} if self._has_token_types else {}
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, **extra)
         return {self.head: output.logits.float()}
 
 

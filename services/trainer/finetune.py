@@ -114,7 +114,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
         for part, rows in enumerate(step.micro_batches[world.rank]):
             batch = collate(train, rows, pad_id).to(world.device)
             with probe.phase("forward", step=number):
-                logits = sharded.module(batch.input_ids, batch.attention_mask)  # [B, C] by head
+                logits = sharded.module(*batch.inputs)  # [B, C] by head
                 loss = combined_loss(logits, batch.labels, heads, counts, weights)
             parts = step.num_micro_batches
             optimizer.before_backward(learning_rate=rate, step=state.step, part=part, parts=parts)

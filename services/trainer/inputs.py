@@ -8,6 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import DatasetCard, Head, Split
 from services.shared.datasets.stored_card import read_card
+from services.shared.datasets.text import TextKind
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
@@ -40,7 +41,7 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
         card = read_card(task.dataset_dir)
         heads = select_heads(card, task.spec.heads)
     with fail_with(Reason.BAD_MODEL):
-        tokenizer = _tokenizer(run, task, world)
+        tokenizer = _tokenizer(run, task, world, kind=card.text_kind)
     config, vocabulary = backbone_config(task, tokenizer), None
     if task.spec.model.trim_vocabulary:
         found = trim_shared_vocabulary(run, task, tokenizer, config, world)
@@ -91,10 +92,12 @@ def check_budget(data: TrainingData, budget_tokens: int) -> None:
             plan_evaluation(split.lengths, budget_tokens=budget_tokens, ranks=1)
 
 
-def _tokenizer(run: RunDirectory, task: RunInput, world: World) -> PreTrainedTokenizerBase:
+def _tokenizer(
+    run: RunDirectory, task: RunInput, world: World, *, kind: TextKind
+) -> PreTrainedTokenizerBase:
     assert isinstance(task.spec, TeacherSpec)
     source = task.spec.model.tokenizer
     if isinstance(source, TrainedTokenizer):
         return train_shared_tokenizer(run, task, source, world)
     assert task.model_dir is not None
-    return load_tokenizer(task.model_dir)
+    return load_tokenizer(task.model_dir, kind)

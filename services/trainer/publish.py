@@ -88,6 +88,7 @@ def publish(
             staging_dir,
             heads=data.heads,
             pooling=sharded.classifier.pooling,
+            text_kind=data.card.text_kind,
             lineage=_lineage(task, data, state),
             metrics=evaluation,
             max_length=max_length,

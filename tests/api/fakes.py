@@ -9,6 +9,7 @@ from pathlib import Path
 from services.api.serving.errors import NoActiveModel, PredictionError, TextTooLong
 from services.api.serving.prediction import Prediction, Score, Timing
 from services.shared.datasets.card import Head
+from services.shared.datasets.text import Text, plain_text
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import DoesNotFit
 from services.shared.jobs.projects import DEFAULT_PROJECT, Access
@@ -33,7 +34,7 @@ class FakePredictor:
 
     students: dict[str, FakeStudent] = field(default_factory=dict)
     failure: PredictionError | None = None
-    seen: list[list[str]] = field(default_factory=list)
+    seen: list[list[Text]] = field(default_factory=list)
 
     def active(self, alias: str = "default") -> FakeStudent | None:
         return self.students.get(alias)
@@ -42,7 +43,7 @@ class FakePredictor:
         return list(self.students)
 
     async def predict(
-        self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
+        self, texts: Sequence[Text], *, truncate: bool, alias: str = "default"
     ) -> list[Prediction]:
         if self.failure is not None:
             raise self.failure
@@ -51,7 +52,8 @@ class FakePredictor:
             raise NoActiveModel(alias)
         self.seen.append(list(texts))
         return [
-            self._predict_one(student, index, text, truncate) for index, text in enumerate(texts)
+            self._predict_one(student, index, plain_text(text), truncate)
+            for index, text in enumerate(texts)
         ]
 
     @staticmethod

@@ -660,6 +660,7 @@ def texts_and_splits() -> list[Shape]:
         {"premise": text, "hypothesis": text[:9], "mood": MOODS[n % 2]}
         for n, text in enumerate(TEXTS)
     ]
+    controls = [{"text": "a\x08b", "mood": "good"}, *rows()]
     long = [{"text": "word " * 200_001, "mood": "good"}, *rows()]
     escaped = "text,mood\n" + "".join(
         f'"He said \\"fine\\" {n}",{MOODS[n % 2]}\n' for n in range(40)
@@ -711,15 +712,47 @@ def texts_and_splits() -> list[Shape]:
             group,
             "Chat messages",
             jsonl(chats),
-            says="40 texts are chat messages, read as lines of `role: content`",
+            says="the texts are chat messages: they are rendered by the chat template",
             **with_flags("--text-column messages", text_column="messages"),
+        ),
+        Shape(
+            group,
+            "A string among chat messages",
+            jsonl([*chats, {"messages": "alone", "mood": "good"}]),
+            **refused(
+                "the text is a string, but the texts before it are chat messages",
+                **with_flags("--text-column messages", text_column="messages"),
+            ),
+        ),
+        Shape(
+            group,
+            "Pairs of texts, one column declared",
+            jsonl(pairs),
+            says="look like a pair of texts, of which only 'premise' is read; to read both, give text_pair_column",
+            **with_flags("--text-column premise", text_column="premise"),
         ),
         Shape(
             group,
             "Pairs of texts",
             jsonl(pairs),
-            says="look like a pair of texts, of which only one is read: pairs are not supported",
-            **with_flags("--text-column premise", text_column="premise"),
+            **with_flags(
+                "--text-column premise --text-pair-column hypothesis",
+                text_column="premise",
+                text_pair_column="hypothesis",
+            ),
+        ),
+        Shape(
+            group,
+            "Pairs without the second column",
+            jsonl(pairs),
+            **refused(
+                "no such column; the file has 'premise', 'hypothesis', 'mood'",
+                **with_flags(
+                    "--text-column premise --text-pair-column claim",
+                    text_column="premise",
+                    text_pair_column="claim",
+                ),
+            ),
         ),
         Shape(
             group,
@@ -765,6 +798,22 @@ def texts_and_splits() -> list[Shape]:
             "A NUL character",
             jsonl([{"text": "a\x00b", "mood": "good"}, *rows()]),
             **refused("the text contains a NUL character"),
+        ),
+        Shape(
+            group,
+            "Other control characters",
+            jsonl(controls),
+            **refused(
+                "the text contains the control character U+0008; to remove such characters, give "
+                "on_control_characters as remove (--remove-control-characters)"
+            ),
+        ),
+        Shape(
+            group,
+            "The same, removed",
+            jsonl(controls),
+            says="control characters were removed from 1 texts: lines 1",
+            **with_flags("--remove-control-characters", on_control_characters="remove"),
         ),
         Shape(
             group,

@@ -143,7 +143,7 @@ def test_stated_splits_are_kept(tmp_path: Path) -> None:
         ({"encoding": "klingon"}, "'klingon' is no text encoding"),
         ({"encoding": "idna"}, "'idna' is no text encoding"),
         ({"encoding": "base64"}, "'base64' is no text encoding"),
-        ({"text_pair_column": "b"}, "pairs of texts cannot be trained yet"),
+        ({"text_pair_column": "text"}, "a pair has two columns"),
         ({"label_names": {"mood": {"0": "a"}}}, "'mood' is not one of the heads"),
         ({"heads": [{"name": "情感"}]}, "or --head label=情感"),
         ({"heads": [{"name": "a", "columns": ["b"]}]}, "columns are for a multi_label head"),

@@ -11,6 +11,7 @@ import torch
 
 from services.distiller.distill import distill
 from services.shared.datasets.card import Split
+from services.shared.datasets.text import plain_text
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.model.artifact import save_classifier, seal_artifact
 from services.shared.model.batches import plan_epoch
@@ -34,7 +35,7 @@ RECIPE: dict[str, Any] = {
 
 def make_teacher(directory: Path, dataset_dir: Path, *, epochs: int = 8) -> Path:
     """Train a teacher with a plain loop and seal it as an artifact."""
-    texts = read_rows(dataset_dir, Split.TRAIN, []).texts
+    texts = map(plain_text, read_rows(dataset_dir, Split.TRAIN, []).texts)
     tokenizer = train_tokenizer(texts, vocab_size=400, directory=directory)
     config = build_config(TEACHER, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ def make_objective(**options: Any) -> Objective:
 def batch(labels: list[int]) -> Batch:
     size = len(labels)
     ids = torch.zeros(size, 1, dtype=torch.long)
-    return Batch(ids, None, {"mood": torch.tensor(labels)}, torch.ones(size))
+    return Batch(ids, None, None, {"mood": torch.tensor(labels)}, torch.ones(size))
 
 
 def test_a_micro_batch_gives_its_share_of_the_step_by_hand() -> None:

@@ -15,6 +15,7 @@ from services.distiller.signal_file import SignalFile, hash_teacher, signal_file
 from services.distiller.signals import Signals
 from services.distiller.teacher import Teacher, TeacherFiles, place_teacher, read_teacher
 from services.shared.datasets.card import Split
+from services.shared.datasets.text import TextKind
 from services.shared.jobs.run_directory import RunDirectory, write_json
 from services.shared.jobs.spec import Recipe
 from services.shared.model.artifact import read_artifact
@@ -32,12 +33,18 @@ def own_teacher_dir(teacher_dir: Path, tmp_path: Path) -> Path:
 
 
 def read_files(directory: Path, *, max_length: int = 48) -> TeacherFiles:
-    return read_teacher(directory, read_artifact(directory).heads, max_length=max_length)
+    return read_teacher(
+        directory, read_artifact(directory).heads, text_kind=TextKind.SINGLE, max_length=max_length
+    )
 
 
 def read_pair(dataset_dir: Path, files: TeacherFiles, max_length: int = 48) -> TokenisedPair:
     corpus = read_corpus(dataset_dir, Split.TEST, files.heads)
-    tokens = tokenise(corpus.rows, load_tokenizer(files.directory), max_length=max_length)
+    tokens = tokenise(
+        corpus.rows,
+        load_tokenizer(files.directory),
+        max_length=max_length,
+    )
     return TokenisedPair(corpus, tokens, tokens)
 
 

@@ -10,6 +10,7 @@ import torch
 from services.distiller.student import StudentInit, kept_layers, load_student, plan_student
 from services.distiller.teacher import read_teacher
 from services.shared.datasets.card import Split
+from services.shared.datasets.text import TextKind
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.model.artifact import load_classifier, read_artifact
 from services.shared.model.classifier import TAPPED
@@ -36,7 +37,9 @@ def initialised(
 
     def initialise(**changes: Any) -> tuple[Sharded, StudentInit]:
         job = task(**changes)
-        files = read_teacher(teacher_dir, read_artifact(teacher_dir).heads, max_length=48)
+        files = read_teacher(
+            teacher_dir, read_artifact(teacher_dir).heads, text_kind=TextKind.SINGLE, max_length=48
+        )
         init = plan_student(run, job, files, world)
         student = shard_model(init.config, files.heads, resolved_recipe(job), world)
         load_student(student, init, files, seed=job.spec.training.seed)

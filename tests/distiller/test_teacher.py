@@ -15,6 +15,7 @@ from transformers import (
 
 from services.distiller.teacher import Teacher, match_heads, place_teacher, read_teacher
 from services.shared.datasets.card import Head, HeadType
+from services.shared.datasets.text import TextKind
 from services.shared.jobs.planning.model_shapes import read_teacher as plan_reads
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import Reason
@@ -26,13 +27,13 @@ from services.shared.training.process import RunFailed, World
 
 RECIPE = Recipe.model_validate({"compute": "float32", "reduce": "float32"})
 MOOD = Head(name="mood", labels=["bad", "good"])
-IDS, MASK = pad([[2, 9, 8, 7, 3], [2, 20, 3]], 0)
+IDS, MASK, _ = pad([[2, 9, 8, 7, 3], [2, 20, 3]], 0)
 
 
 def placed(
     directory: Path, heads: list[Head], world: World, placement: str = "replicated"
 ) -> Teacher:
-    files = read_teacher(directory, heads, max_length=48)
+    files = read_teacher(directory, heads, text_kind=TextKind.SINGLE, max_length=48)
     return place_teacher(files, placement=placement, recipe=RECIPE, world=world)
 
 
@@ -81,8 +82,8 @@ def test_a_teacher_gives_the_logits_of_its_artifact(
     teacher = placed(teacher_dir, heads, world, placement)
     expected = load_classifier(teacher_dir)
     with torch.no_grad():
-        logits = expected(IDS, MASK, (2, 4))
-    found = teacher(IDS, MASK, (2, 4))
+        logits = expected(IDS, MASK, tap=(2, 4))
+    found = teacher(IDS, MASK, tap=(2, 4))
     assert teacher.placement == placement
     assert found.keys() == {"sentiment", "topics", TAPPED}
     for name, values in found.items():
@@ -127,7 +128,7 @@ def test_a_teacher_with_more_heads_gives_those_of_the_student(
 )
 def test_heads_that_differ_are_refused_with_both_lists(other: Head, teacher_dir: Path) -> None:
     with pytest.raises(RunFailed) as failed:
-        read_teacher(teacher_dir, [other], max_length=48)
+        read_teacher(teacher_dir, [other], text_kind=TextKind.SINGLE, max_length=48)
     message = str(failed.value)
     assert failed.value.reason == "bad_spec"
     assert "the teacher has sentiment (single_label: bad, good), topics (multi_label" in message
@@ -176,14 +177,14 @@ def test_the_plan_reads_published_classifiers_and_whether_they_can_be_sharded(
 def test_a_published_classifier_has_only_one_head(published_decoder: Path) -> None:
     other = Head(name="topic", labels=["a", "b"])
     with pytest.raises(RunFailed, match=r"the teacher has labels \(single_label: good, bad\)"):
-        read_teacher(published_decoder, [MOOD, other], max_length=48)
+        read_teacher(published_decoder, [MOOD, other], text_kind=TextKind.SINGLE, max_length=48)
 
 
 def test_a_model_that_is_not_a_classifier_is_refused(published_decoder: Path) -> None:
     model = Qwen3ForSequenceClassification.from_pretrained(published_decoder).model
     model.save_pretrained(published_decoder)
     with pytest.raises(RunFailed, match=r"is not a classifier: it has no heads\.json") as failed:
-        read_teacher(published_decoder, [MOOD], max_length=48)
+        read_teacher(published_decoder, [MOOD], text_kind=TextKind.SINGLE, max_length=48)
     assert failed.value.reason == "bad_model"
 
 

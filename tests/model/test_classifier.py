@@ -36,7 +36,7 @@ def test_padding_does_not_change_the_logits_of_a_text(
     kind: str, make_classifier: MakeClassifier
 ) -> None:
     classifier = make_classifier(kind)
-    ids, mask = pad([SHORT, LONG], 0)
+    ids, mask, _ = pad([SHORT, LONG], 0)
     with torch.no_grad():
         together = classifier(ids, mask)
         alone = classifier(torch.tensor([SHORT]))

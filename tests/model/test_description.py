@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.shared.datasets.card import Head
+from services.shared.datasets.text import TextKind
 from services.shared.model.artifact import (
     read_artifact,
     save_classifier,
@@ -59,8 +60,15 @@ def test_labels_of_several_heads_are_not_in_the_config(
 
 
 def test_a_model_card_has_labels_lineage_and_metrics(heads: list[Head]) -> None:
-    card = model_card(heads=heads, max_length=48, lineage={"job_id": "job_1"}, metrics=METRICS)
+    card = model_card(
+        heads=heads,
+        text_kind=TextKind.PAIR,
+        max_length=48,
+        lineage={"job_id": "job_1"},
+        metrics=METRICS,
+    )
     assert "| sentiment | single_label | bad, good |" in card
     assert "- job_id: `job_1`" in card
     assert "| sentiment | accuracy | 0.7500 |" in card
     assert "longer than 48 tokens" in card
+    assert "A pair of texts" in card

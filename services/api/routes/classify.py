@@ -23,6 +23,7 @@ from services.api.prediction import (
 )
 from services.api.problems import ProblemError
 from services.api.serving.prediction import Prediction, Score
+from services.api.text_inputs import TextInput, to_text
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 
 router = APIRouter(
@@ -43,7 +44,9 @@ class ClassifyRequest(BaseModel):
     model: Annotated[str, Field(max_length=200)] | None = Field(
         None, description="Name, version or alias of the serving model; checked if given."
     )
-    input: str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    input: TextInput | Annotated[list[TextInput], Field(min_length=1, fail_fast=True)] = Field(
+        description="One text or a list of texts; pairs and chats (our extension) as for /predict."
+    )
     truncate_prompt_tokens: Literal[-1] | None = Field(
         None, description="-1 truncates longer texts to the model's maximum length."
     )
@@ -97,7 +100,7 @@ async def classify(
     if body.model not in (None, alias, student.name, student.version):
         raise ProblemError("not-found", f"The model {body.model!r} is not being served.")
     predictions = await predict_texts(
-        [body.input] if isinstance(body.input, str) else body.input,
+        [to_text(item) for item in (body.input if isinstance(body.input, list) else [body.input])],
         request=request,
         context=context,
         alias=alias,

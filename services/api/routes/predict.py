@@ -21,6 +21,8 @@ from services.api.prediction import (
     select_heads,
 )
 from services.api.serving.prediction import Prediction, Score
+from services.api.text_inputs import ChatInput, PairInput, TextInput, to_text
+from services.shared.datasets.text import Pair, Text
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 
 router = APIRouter(
@@ -41,14 +43,17 @@ class PredictRequest(BaseModel):
     )
 
     inputs: (
-        str
+        TextInput
         | Annotated[
-            list[str | Annotated[list[str], Field(min_length=1, max_length=1)]],
+            list[TextInput | Annotated[list[str], Field(min_length=1, max_length=2)]],
             Field(
                 min_length=1, fail_fast=True
             ),  # error messages for a thousand invalid items took 35 ms
         ]
-    ) = Field(description="One text, a list of texts, or TEI's batch of one-element lists.")
+    ) = Field(
+        description="One text, a list of texts, or TEI's batch of lists of one text or of a pair. A text is a "
+        "string, or what the model was trained on: a pair or a chat."
+    )
     truncate: bool = Field(False, description="Truncate longer texts instead of rejecting them.")
     truncation_direction: Literal["Right"] = Field(
         "Right", description="The end at which texts are truncated."
@@ -137,13 +142,19 @@ async def predict(
         return prediction_response(_detail(predictions, body), predictions)
     answers = [_by_head(prediction, body) for prediction in predictions]
     plain = [next(iter(a.values())) if len(a) == 1 else a for a in answers]
-    return prediction_response(plain[0] if isinstance(body.inputs, str) else plain, predictions)
+    return prediction_response(plain if isinstance(body.inputs, list) else plain[0], predictions)
 
 
-def _texts(inputs: str | Sequence[str | list[str]]) -> list[str]:
-    if isinstance(inputs, str):
-        return [inputs]
-    return [text if isinstance(text, str) else text[0] for text in inputs]
+def _texts(inputs: TextInput | Sequence[TextInput | list[str]]) -> list[Text]:
+    if isinstance(inputs, str | PairInput | ChatInput):
+        return [to_text(inputs)]
+    return [_text(item) for item in inputs]
+
+
+def _text(item: TextInput | list[str]) -> Text:
+    if not isinstance(item, list):
+        return to_text(item)
+    return Pair(*item) if len(item) == 2 else item[0]
 
 
 class _Scored(TypedDict, total=False):

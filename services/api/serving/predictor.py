@@ -26,6 +26,7 @@ from services.api.serving.quantization.background import BackgroundQuantizer
 from services.api.serving.quantization.record import read_quantization_record
 from services.api.serving.rollout.promotion_watcher import PromotionWatcher
 from services.api.serving.settings import ServingSettings
+from services.shared.datasets.text import Text
 
 # Imports torch, so it is imported by name when the first student is loaded.
 MODEL_LOADER = "services.api.serving.rollout.model_loader"
@@ -85,7 +86,7 @@ class Predictor:
         return self.active_models.aliases()
 
     async def predict(
-        self, texts: Sequence[str], *, truncate: bool, alias: str = "default"
+        self, texts: Sequence[Text], *, truncate: bool, alias: str = "default"
     ) -> list[Prediction]:
         """Return one prediction per text; raises what `Batcher.predict` raises."""
         predictions = await self._batcher.predict(texts, truncate=truncate, alias=alias)

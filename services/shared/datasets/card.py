@@ -2,7 +2,8 @@
 
 <datasets>/<id>/dataset.json        DatasetCard, with a SHA-256 of each file (stored_card.py)
 <datasets>/<id>/{train,validation,test}.parquet
-    text   string
+    text   string: the text, the first text of a pair, or a JSON list of chat messages
+    text_pair  string: the second text; only in a dataset of pairs
     line   int64: line of the upload (JSONL, CSV; the header is line 1) or row from 1 (Parquet)
     one column per head, named as the head:
         single_label  int32, index into the head's labels, null where the label is missing
@@ -18,6 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.shared.datasets.head_names import HEAD_NAME_PATTERN
+from services.shared.datasets.text import TextKind
 
 _MAX_LISTED = 50  # labels in a message
 
@@ -82,6 +84,7 @@ class DatasetCard(BaseModel):
 
     id: str
     name: str
+    text_kind: TextKind = TextKind.SINGLE
     heads: list[Head]  # empty for unlabelled text
     rows: dict[Split, int]
     label_counts: dict[str, dict[str, int]]  # head -> label -> number of texts in all splits

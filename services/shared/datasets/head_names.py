@@ -4,7 +4,7 @@ from __future__ import annotations
 
 HEAD_NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"
 
-_DATASET_COLUMNS = frozenset({"text", "line"})  # of the stored Parquet files
+_DATASET_COLUMNS = frozenset({"text", "text_pair", "line"})  # of the stored Parquet files
 # Attributes of torch's ModuleDict, which holds the heads and rejects them as keys; `smart_apply` is
 # added to every module by transformers.
 _MODULE_DICT_ATTRIBUTES = frozenset(

@@ -18,6 +18,7 @@ from services.shared.datasets.profile import Profile, profile_source
 from services.shared.datasets.row_parser import Labels, Row, RowParser
 from services.shared.datasets.split import assign_split, text_key
 from services.shared.datasets.stored_card import write_card
+from services.shared.datasets.text import TextKind, to_columns
 from services.shared.datasets.upload import DatasetRejected, Fault, Format, Layout
 from services.shared.datasets.validator import DatasetSummary, validate
 from services.shared.files.atomic_write import partial_path, sync
@@ -49,6 +50,7 @@ def ingest(
         card = DatasetCard(
             id=id,
             name=name,
+            text_kind=summary.text_kind,
             heads=summary.heads,
             rows=summary.rows,
             label_counts=summary.label_counts,
@@ -72,8 +74,11 @@ def _validate(source: Source, profile: Profile, layout: Layout, *, filename: str
     columns = source.detected.columns
     is_json = source.detected.format in (Format.JSON, Format.JSONL)
     try:
-        if is_json and columns and layout.text_column not in columns:
-            raise DatasetRejected([missing_column_fault(layout.text_column, columns, line=None)], 1)
+        required = [layout.text_column] if is_json else []  # a reader of tables checks it itself
+        required += [name for name in (layout.text_pair_column, layout.split_column) if name]
+        for name in required:
+            if columns and name not in columns:
+                raise DatasetRejected([missing_column_fault(name, columns, line=None)], 1)
         summary = validate(source.records(layout.columns()), layout, parser)
     except DatasetRejected as rejected:
         raise DatasetRejected(
@@ -129,7 +134,10 @@ def _write_splits(
 ) -> None:
     heads = summary.heads
     class_indices = [{label: index for index, label in enumerate(head.labels)} for head in heads]
-    writers = {split: _SplitWriter(directory / f"{split}.parquet", heads) for split in Split}
+    writers = {
+        split: _SplitWriter(directory / f"{split}.parquet", heads, kind=summary.text_kind)
+        for split in Split
+    }
     with writers[Split.TRAIN], writers[Split.VALIDATION], writers[Split.TEST]:
         for record in records:
             if isinstance(record, Fault):
@@ -148,9 +156,11 @@ def _write_splits(
 class _SplitWriter:
     """Writes the rows of one split in row groups; a split without rows becomes an empty file."""
 
-    def __init__(self, path: Path, heads: list[Head]) -> None:
-        columns = [("text", pa.string()), ("line", pa.int64())]
-        columns += [(head.name, _column_type(head)) for head in heads]
+    def __init__(self, path: Path, heads: list[Head], *, kind: TextKind) -> None:
+        self._is_pair = kind is TextKind.PAIR
+        columns = [("text", pa.string())]
+        columns += [("text_pair", pa.string())] if self._is_pair else []
+        columns += [("line", pa.int64()), *((head.name, _column_type(head)) for head in heads)]
         self._heads = heads
         self._schema = pa.schema(columns)
         self._writer = pq.ParquetWriter(path, self._schema, compression="zstd")
@@ -175,7 +185,9 @@ class _SplitWriter:
             _encode_labels(head, value, indices)
             for head, value, indices in zip(self._heads, row.labels, class_indices, strict=True)
         ]
-        for column, value in zip(self._columns, [row.text, row.line, *labels], strict=True):
+        text, text_pair = to_columns(row.text)
+        texts = [text, text_pair] if self._is_pair else [text]
+        for column, value in zip(self._columns, [*texts, row.line, *labels], strict=True):
             column.append(value)
         if len(self._columns[0]) == _ROWS_PER_GROUP:
             self._flush()

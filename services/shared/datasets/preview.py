@@ -16,6 +16,7 @@ from services.shared.datasets.formats.source import DetectedLayout, Source, open
 from services.shared.datasets.ingest import unpacking_dir
 from services.shared.datasets.profile import Profile, profile_source
 from services.shared.datasets.row_parser import RowParser
+from services.shared.datasets.text import TextKind
 from services.shared.datasets.upload import DatasetRejected, Fault, Format, HeadColumn, Layout
 from services.shared.datasets.validator import examine, parser_warnings
 
@@ -32,6 +33,8 @@ class Preview(BaseModel):
     detected: DetectedLayout
     found: str  # `detected` in one line
     text_column: str
+    text_pair_column: str | None
+    text_kind: TextKind
     heads: list[HeadColumn]
     split_column: str | None
     first_rows: list[dict[str, str]]  # as strings, cut to 200 characters
@@ -79,6 +82,7 @@ def _examine(source: Source, profile: Profile, *, filename: str) -> Preview:
     records = source.records(layout.columns())
     validator = examine(islice(records, MAX_EXAMINED_ROWS), layout, parser)
     complete = next(records, None) is None
+    text_kind = parser.text_kind or TextKind.SINGLE
     warnings = [*source.detected.notes, *profile.warnings]
     counts: dict[str, dict[str, int]] = {}
     for head, classes in zip(layout.heads, validator.classes, strict=True):
@@ -87,7 +91,7 @@ def _examine(source: Source, profile: Profile, *, filename: str) -> Preview:
         if len(classes) > _SHOWN_LABELS:
             warnings.append(f"{head.name}: {len(classes):,} labels, of which 50 are counted here")
     try:
-        warnings += validator.summarize().warnings
+        warnings += validator.summarize(text_kind).warnings
         rejected = None
     except DatasetRejected as error:
         rejected = error
@@ -98,6 +102,8 @@ def _examine(source: Source, profile: Profile, *, filename: str) -> Preview:
         detected=source.detected,
         found=source.detected.describe(),
         text_column=layout.text_column,
+        text_pair_column=layout.text_pair_column,
+        text_kind=text_kind,
         heads=layout.heads,
         split_column=layout.split_column,
         first_rows=first_rows,

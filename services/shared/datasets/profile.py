@@ -142,6 +142,8 @@ class Profile:
         layout, options = self.suggested, []
         if layout.text_column != "text":
             options += ["--text-column", layout.text_column]
+        if layout.text_pair_column is not None:
+            options += ["--text-pair-column", layout.text_pair_column]
         for head in layout.heads:
             kind = ":multi_label" if head.type is HeadType.MULTI_LABEL else ""
             source = ",".join(head.columns) if head.columns else head.label_column
@@ -163,6 +165,7 @@ class Profile:
             "--merge-labels": layout.merge_labels,
             "--skip-bad-rows": layout.on_bad_rows == "skip",
             "--truncate-long-texts": layout.on_long_texts == "truncate",
+            "--remove-control-characters": layout.on_control_characters == "remove",
         }
         options += [option for option, is_set in flags.items() if is_set]
         return [shlex.quote(option) for option in options]
@@ -189,8 +192,11 @@ def profile_source(source: Source, layout: Layout) -> Profile:
 def _suggest(detected: DetectedLayout, columns: dict[str, _Column], layout: Layout) -> Layout:
     update: dict[str, Any] = {}
     text = layout.text_column
+    pair = layout.text_pair_column
     if columns and text not in columns:
-        text = update["text_column"] = _text_column(columns) or text
+        found = _pair_columns(columns) if pair is None else None
+        text, pair = found or (_text_column(columns) or text, pair)
+        update |= {"text_column": text, "text_pair_column": pair}
     if detected.header and _looks_headless(detected.columns):
         numbered = {f"column{n + 1}": c for n, c in enumerate(columns.values())}
         text = _text_column(numbered) or "column1"
@@ -198,7 +204,8 @@ def _suggest(detected: DetectedLayout, columns: dict[str, _Column], layout: Layo
         return layout.model_copy(update={"header": False, "text_column": text, "heads": heads})
     split = layout.split_column or next((c.name for c in columns.values() if c.is_split), None)
     update["split_column"] = split
-    unread = {n: c for n, c in columns.items() if n not in (split, detected.index_column)}
+    others = (split, detected.index_column, pair)
+    unread = {name: column for name, column in columns.items() if name not in others}
     declared = [
         head
         for head in layout.heads
@@ -228,6 +235,15 @@ def _text_column(columns: dict[str, _Column]) -> str | None:
         ((c.mean_characters, name) for name, c in columns.items() if c in candidates), default=None
     )
     return None if longest is None else longest[1]
+
+
+def _pair_columns(columns: dict[str, _Column]) -> tuple[str, str] | None:
+    """Return two columns that look like a pair of texts by their names, or None."""
+    lowered = {name.lower(): name for name, column in columns.items() if column.num_texts}
+    for first, second in _PAIRS:
+        if first in lowered and second in lowered:
+            return lowered[first], lowered[second]
+    return None
 
 
 def _looks_headless(names: list[str]) -> bool:
@@ -330,13 +346,14 @@ def _warnings(
                 f"{head.name}: {head.label_column!r} holds ids that another column describes; the names would be "
                 "more readable labels"
             )
-    lowered = {name.lower(): name for name in columns}
-    for first, second in _PAIRS:
-        if first in lowered and second in lowered and {lowered[first], lowered[second]} & read:
-            warnings.append(
-                f"{lowered[first]!r} and {lowered[second]!r} look like a pair of texts, of which only one is read: "
-                "pairs are not supported (text_pair_column); join both into one column"
-            )
+    pair = None if layout.text_pair_column else _pair_columns(columns)
+    if pair is not None and set(pair) & read:
+        first, second = pair
+        only = first if first in read else second
+        warnings.append(
+            f"{first!r} and {second!r} look like a pair of texts, of which only {only!r} is read; to read both, "
+            f"give text_pair_column (--text-column {first} --text-pair-column {second})"
+        )
     for head in layout.heads:
         if detected.class_names.get(head.label_column):
             names = ", ".join(map(repr, detected.class_names[head.label_column][:5]))

@@ -14,6 +14,15 @@ from services.shared.datasets.card import HeadType, Split
 from services.shared.datasets.formats.folders import parse_split
 from services.shared.datasets.formats.records import Record
 from services.shared.datasets.label_spelling import normalize_label
+from services.shared.datasets.text import (
+    Chat,
+    Message,
+    Pair,
+    Text,
+    TextKind,
+    character_fault,
+    remove_control_characters,
+)
 from services.shared.datasets.upload import Fault, HeadColumn, Layout
 
 MAX_TEXT_CHARACTERS = 1_000_000
@@ -24,6 +33,8 @@ _INTEGRAL_FLOAT = re.compile(r"^(-?\d{1,18})\.0+$")
 _YES = frozenset({"1", "true", "yes", "y", "t", "x"})
 _NO = frozenset({"0", "false", "no", "n", "f", ""})
 _ROLE_KEYS = (("role", "content"), ("from", "value"))
+_CONTROL_HELP = "; to remove such characters, give on_control_characters as remove (--remove-control-characters)"
+_MAX_NOTED_LINES = 5
 
 Labels = tuple[str, ...]  # sorted; exactly one for a single-label head
 
@@ -33,13 +44,21 @@ class Row:
     """A valid row: its text and, per head in the layout's order, its labels or None."""
 
     line: int
-    text: str
+    text: Text
     labels: tuple[Labels | None, ...]
     split: Split | None = None  # as the upload states it
 
 
 class InvalidValue(ValueError):
-    """A value that is neither a valid text nor a valid label; the message says why."""
+    """A value that is no valid label; the message says why."""
+
+
+class _InvalidText(ValueError):
+    """A value of `column` that is no valid text; the message says why."""
+
+    def __init__(self, column: str, message: str) -> None:
+        super().__init__(message)
+        self.column = column
 
 
 class RowParser:
@@ -57,9 +76,12 @@ class RowParser:
         ]
         self._missing = frozenset(layout.missing_labels)
         self._spellings: list[dict[str, str]] = [{} for _ in layout.heads]
+        # None until the first valid text: a dataset has texts or chats, never both.
+        self.text_kind = None if layout.text_pair_column is None else TextKind.PAIR
         self.truncated_lines: list[int] = []
         self.num_truncated = 0
-        self.num_chats = 0
+        self.cleaned_lines: list[int] = []
+        self.num_cleaned = 0
         self.num_not_a_number = [0] * len(layout.heads)
         self.num_integral_floats = [0] * len(layout.heads)
         self.num_booleans = [0] * len(layout.heads)
@@ -68,11 +90,11 @@ class RowParser:
         """Return the row, or all of its faults."""
         layout = self._layout
         faults: list[Fault] = []
-        text = ""
+        text: Text = ""
         try:
             text = self._parse_text(record)
-        except InvalidValue as error:
-            faults.append(Fault(line=record.line, field=layout.text_column, message=str(error)))
+        except _InvalidText as error:
+            faults.append(Fault(line=record.line, field=error.column, message=str(error)))
         split = record.split
         if layout.split_column is not None:
             split = parse_split(value := record.fields.get(layout.split_column))
@@ -96,21 +118,83 @@ class RowParser:
                 faults.append(Fault(line=record.line, field=head.name, message=str(error)))
         return faults or Row(record.line, text, tuple(labels), split)
 
-    def _parse_text(self, record: Record) -> str:
-        value = record.fields.get(self._layout.text_column)
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            value = _join_messages(value)
-            self.num_chats += 1
-        if (
-            isinstance(value, str)
-            and len(value) > MAX_TEXT_CHARACTERS
-            and self._layout.on_long_texts == "truncate"
-        ):
+    def _parse_text(self, record: Record) -> Text:
+        layout, line = self._layout, record.line
+        value = record.fields.get(layout.text_column)
+        if layout.text_pair_column is not None:
+            other = record.fields.get(layout.text_pair_column)
+            return Pair(
+                self._parse_string(value, column=layout.text_column, line=line),
+                self._parse_string(other, column=layout.text_pair_column, line=line),
+            )
+        messages = _parse_messages(value)
+        text: Text
+        if messages is None:
+            kind, text = (
+                TextKind.SINGLE,
+                self._parse_string(value, column=layout.text_column, line=line),
+            )
+        else:
+            kind, text = TextKind.CHAT, self._parse_chat(messages, line=line)
+        if self.text_kind is None:
+            self.text_kind = kind
+        if kind is not self.text_kind:
+            described = {TextKind.CHAT: "chat messages", TextKind.SINGLE: "a string"}
+            raise _InvalidText(
+                layout.text_column,
+                f"the text is {described[kind]}, but the texts before it are {described[self.text_kind]}",
+            )
+        return text
+
+    def _parse_chat(self, messages: list[Message], *, line: int) -> Chat:
+        """Return checked messages; an empty message is allowed, an empty chat is not."""
+        column = self._layout.text_column
+        if not any(message.content.strip() for message in messages):
+            raise _InvalidText(column, "the text is empty: no message has any content")
+        if sum(len(message.content) for message in messages) > MAX_TEXT_CHARACTERS:
+            raise _InvalidText(
+                column, f"the messages are longer than {MAX_TEXT_CHARACTERS:,} characters"
+            )
+        return Chat(
+            tuple(
+                Message(*(self._check_characters(part, column=column, line=line) for part in each))
+                for each in messages
+            )
+        )
+
+    def _parse_string(self, value: Any, *, column: str, line: int) -> str:
+        """Return a text, truncated and cleaned where the layout says so."""
+        if value is None:
+            raise _InvalidText(column, "the text is missing")
+        if not isinstance(value, str):
+            raise _InvalidText(column, f"the text is {_describe_type(value)}, not a string")
+        if len(value) > MAX_TEXT_CHARACTERS:
+            if self._layout.on_long_texts != "truncate":
+                raise _InvalidText(
+                    column,
+                    f"the text is longer than {MAX_TEXT_CHARACTERS:,} characters; give on_long_texts as "
+                    "truncate (--truncate-long-texts)",
+                )
             value = value[:MAX_TEXT_CHARACTERS]
             self.num_truncated += 1
-            if len(self.truncated_lines) < 5:
-                self.truncated_lines.append(record.line)
-        return _check_text(value)
+            _note(self.truncated_lines, line)
+        text = self._check_characters(value, column=column, line=line)
+        if not text.strip():
+            raise _InvalidText(column, "the text is empty")
+        return text
+
+    def _check_characters(self, text: str, *, column: str, line: int) -> str:
+        fault = character_fault(text)
+        if fault is None:
+            return text
+        if self._layout.on_control_characters == "remove":
+            text = remove_control_characters(text)
+            if character_fault(text) is None:
+                self.num_cleaned += 1
+                _note(self.cleaned_lines, line)
+                return text
+        help = "" if "surrogate" in fault else _CONTROL_HELP
+        raise _InvalidText(column, f"the text {fault}{help}")
 
     def _parse_head(
         self, index: int, head: HeadColumn, fields: dict[str, Any], label_map: dict[str, Any]
@@ -186,31 +270,27 @@ def _numbered(names: Sequence[str]) -> dict[str, str]:
     return {str(number): name for number, name in enumerate(names)}
 
 
-def _check_text(value: Any) -> str:
-    if value is None:
-        raise InvalidValue("the text is missing")
-    if not isinstance(value, str):
-        raise InvalidValue(f"the text is {_describe_type(value)}, not a string")
-    if not value.strip():
-        raise InvalidValue("the text is empty")
-    if len(value) > MAX_TEXT_CHARACTERS:
-        raise InvalidValue(f"the text is longer than {MAX_TEXT_CHARACTERS:,} characters")
-    _check_characters(value, "the text")
-    return value
+def _note(lines: list[int], line: int) -> None:
+    if len(lines) < _MAX_NOTED_LINES:
+        lines.append(line)
 
 
-def _join_messages(messages: list[dict[str, Any]]) -> Any:
-    """Return chat messages as lines `role: content`, or the value itself where it is something else."""
-    lines = []
-    for message in messages:
+def _parse_messages(value: Any) -> list[Message] | None:
+    """Return chat messages, or None where the value is something else."""
+    if not isinstance(value, list) or not value:
+        return None
+    messages = []
+    for item in value:
+        if not isinstance(item, dict):
+            return None
         for role_key, content_key in _ROLE_KEYS:
-            role, content = message.get(role_key), message.get(content_key)
+            role, content = item.get(role_key), item.get(content_key)
             if isinstance(role, str) and isinstance(content, str):
-                lines.append(f"{role}: {content}")
+                messages.append(Message(role, content))
                 break
         else:
-            return messages
-    return "\n".join(lines)
+            return None
+    return messages
 
 
 def _parse_label_map(value: Any) -> dict[str, Any]:
@@ -278,17 +358,9 @@ def _label_text(value: Any) -> str:
         raise InvalidValue("a label is empty")
     if len(label) > MAX_LABEL_CHARACTERS:
         raise InvalidValue(f"the label is longer than {MAX_LABEL_CHARACTERS} characters")
-    _check_characters(label, "the label")
+    if fault := character_fault(label):
+        raise InvalidValue(f"the label {fault}")
     return label
-
-
-def _check_characters(text: str, name: str) -> None:
-    if "\x00" in text:
-        raise InvalidValue(f"{name} contains a NUL character")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidValue(f"{name} contains a lone surrogate") from None
 
 
 _TYPE_DESCRIPTIONS = {

@@ -6,16 +6,18 @@ import hashlib
 import unicodedata
 
 from services.shared.datasets.card import Split
+from services.shared.datasets.text import Text, strings_of
 from services.shared.datasets.upload import SplitFractions
 
 # Never change this salt: datasets that are uploaded again would have texts in other splits.
 _SALT = b"stillhouse split 1\n"
+_SEPARATOR = "\x1f"  # between the parts of a text; no text contains it
 
 
-def text_key(text: str) -> bytes:
+def text_key(text: Text) -> bytes:
     """Return a 16-byte hash of a text, ignoring its Unicode normalization form and outer white space."""
-    normalized = unicodedata.normalize("NFC", text).strip()
-    return hashlib.sha256(_SALT + normalized.encode()).digest()[:16]
+    parts = (unicodedata.normalize("NFC", part).strip() for part in strings_of(text))
+    return hashlib.sha256(_SALT + _SEPARATOR.join(parts).encode()).digest()[:16]
 
 
 def assign_split(key: bytes, fractions: SplitFractions) -> Split:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.shared.datasets.card import DatasetCard, Split
+from services.shared.datasets.text import TextKind
 from services.shared.files.hashing import file_sha256
 from services.shared.files.sealed_json import seal, unseal
 
@@ -38,6 +39,16 @@ def read_card(dataset_dir: Path) -> DatasetCard:
         )
     except ValueError as error:
         raise DamagedDataset(f"{path} is damaged: {error}") from error
+
+
+def read_text_kind(dataset_dir: Path) -> TextKind:
+    """Return what the texts of a stored dataset are. Raises DamagedDataset and OSError."""
+    path = dataset_dir / CARD_FILE
+    return (
+        TextKind(_read(path).get("text_kind", TextKind.SINGLE))
+        if path.exists()
+        else TextKind.SINGLE
+    )
 
 
 def verify_split(dataset_dir: Path, split: Split) -> None:

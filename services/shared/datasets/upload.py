@@ -122,8 +122,9 @@ class Layout(_UploadOptions):
     labels_column: Annotated[str, Field(min_length=1, max_length=200)] = "labels"
     heads: Annotated[list[HeadColumn], Field(max_length=64)] = []
     fractions: SplitFractions = SplitFractions()
-    text_pair_column: str | None = Field(
-        None, description="Not supported yet: a second text; join both texts into one column."
+    text_pair_column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        None,
+        description="A second text: both are joined by the tokenizer's own encoding of pairs.",
     )
     split_column: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         None, description="A column of train, validation and test, in place of fractions."
@@ -160,6 +161,10 @@ class Layout(_UploadOptions):
     on_long_texts: Literal["reject", "truncate"] = Field(
         "reject", description="What becomes of a text of more than 1,000,000 characters."
     )
+    on_control_characters: Literal["reject", "remove"] = Field(
+        "reject",
+        description="What becomes of control characters in a text, which /predict refuses too.",
+    )
 
     @model_validator(mode="after")
     def _check_head_names(self) -> Layout:
@@ -167,10 +172,9 @@ class Layout(_UploadOptions):
         unknown = set(self.label_names) - {head.name for head in self.heads}
         if unknown:
             raise ValueError(f"label_names: {sorted(unknown)[0]!r} is not one of the heads")
-        if self.text_pair_column is not None:
+        if self.text_pair_column == self.text_column:
             raise ValueError(
-                "text_pair_column (--text-pair-column) is not supported: pairs of texts cannot be trained "
-                "yet. Join both texts into one column, and send /predict texts joined in the same way"
+                f"text_pair_column: {self.text_column!r} is the text_column; a pair has two columns"
             )
         return self
 
@@ -189,8 +193,9 @@ class Layout(_UploadOptions):
         return info.name
 
     def columns(self) -> list[str]:
-        """Return the columns that may be needed, the text column first, each once."""
+        """Return the columns that may be needed, the text columns first, each once."""
         columns = [self.text_column]
+        columns += [self.text_pair_column] if self.text_pair_column else []
         for head in self.heads:
             columns += head.columns or [head.label_column]
         columns += [self.labels_column] if self.heads else []

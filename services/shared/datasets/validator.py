@@ -12,6 +12,7 @@ from services.shared.datasets.formats.records import Record
 from services.shared.datasets.label_audit import label_faults, label_warnings
 from services.shared.datasets.row_parser import Labels, Row, RowParser
 from services.shared.datasets.split import assign_split, text_key
+from services.shared.datasets.text import TextKind
 from services.shared.datasets.upload import (
     DatasetRejected,
     FatalFault,
@@ -35,6 +36,7 @@ class DatasetSummary:
     label_counts: dict[str, dict[str, int]]
     missing_labels: dict[str, int]
     warnings: list[str]
+    text_kind: TextKind
     duplicate_lines: set[int]  # lines that repeat the text and the labels of an earlier line
     moved_lines: dict[int, Split]  # lines whose text occurs earlier in another of the stated splits
     num_skipped: int = 0
@@ -45,7 +47,7 @@ def validate(
 ) -> DatasetSummary:
     """Check every row and return a summary of the dataset; raises DatasetRejected."""
     validator = examine(records, layout, parser)
-    summary = validator.summarize()
+    summary = validator.summarize(parser.text_kind or TextKind.SINGLE)
     summary.warnings += parser_warnings(parser, layout)
     return summary
 
@@ -73,10 +75,13 @@ def parser_warnings(parser: RowParser, layout: Layout) -> list[str]:
     if parser.num_truncated:
         lines = _list_lines(parser.truncated_lines, total=parser.num_truncated)
         warnings.append(f"{parser.num_truncated} texts were truncated: {lines}")
-    if parser.num_chats:
+    if parser.num_cleaned:
+        lines = _list_lines(parser.cleaned_lines, total=parser.num_cleaned)
+        warnings.append(f"control characters were removed from {parser.num_cleaned} texts: {lines}")
+    if parser.text_kind is TextKind.CHAT:
         warnings.append(
-            f"{parser.num_chats} texts are chat messages, read as lines of `role: content`; send /predict texts "
-            "in the same form"
+            "the texts are chat messages: they are rendered by the chat template of the model's tokenizer, or "
+            'as lines of `role: content` where it has none; send /predict {"messages": [...]}'
         )
     for index, head in enumerate(layout.heads):
         if count := parser.num_not_a_number[index]:
@@ -174,7 +179,7 @@ class DatasetValidator:
         for head_index, labels in enumerate(row.labels):
             self._count_labels(head_index, labels, line=row.line, split=split)
 
-    def summarize(self) -> DatasetSummary:
+    def summarize(self, text_kind: TextKind) -> DatasetSummary:
         """Check the dataset as a whole; raises DatasetRejected if there are any faults."""
         self._check_splits()
         for head, classes in zip(self.layout.heads, self.classes, strict=True):
@@ -198,6 +203,7 @@ class DatasetValidator:
                 head.name: missing for head, missing in zip(heads, self.missing, strict=True)
             },
             warnings=self._warnings(),
+            text_kind=text_kind,
             duplicate_lines=self.duplicate_lines,
             moved_lines=self.moved_lines,
             num_skipped=self.num_skipped,

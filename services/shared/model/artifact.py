@@ -30,6 +30,7 @@ from transformers import AutoModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from services.shared.datasets.card import Head
+from services.shared.datasets.text import Text, TextKind, from_columns, kind_of, to_columns
 from services.shared.files.atomic_write import sync
 from services.shared.files.hashing import file_sha256
 from services.shared.files.sealed_json import seal, unseal
@@ -62,6 +63,7 @@ class HeadsFile(_ArtifactFile):
 
     pooling: Pooling
     heads: list[Head]
+    text_kind: TextKind = TextKind.SINGLE
     max_length: int | None = None  # tokens per text in training
     calibration: dict[str, Calibration] = {}  # by head; absent: uncalibrated
 
@@ -78,9 +80,10 @@ class Manifest(_ArtifactFile):
 
 
 class GoldenText(_ArtifactFile):
-    """A text and the logits [C] by head that the exported model gave."""
+    """A text, in the columns of a stored dataset, and the logits [C] by head that the exported model gave."""
 
     text: str
+    text_pair: str | None = None
     logits: dict[str, list[float]]
 
 
@@ -88,7 +91,12 @@ class Golden(_ArtifactFile):
     """Texts with expected logits, to check a loaded model before it serves."""
 
     max_length: int | None
+    text_kind: TextKind = TextKind.SINGLE
     texts: list[GoldenText]
+
+    def inputs(self) -> list[Text]:
+        """Return the texts."""
+        return [from_columns(self.text_kind, each.text, each.text_pair) for each in self.texts]
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ class Artifact:
     directory: Path
     heads: list[Head]
     pooling: Pooling
+    text_kind: TextKind
     max_length: int | None
     calibration: dict[str, Calibration]
     manifest: Manifest | None  # None while the artifact is not sealed
@@ -121,6 +130,7 @@ def read_artifact(directory: Path | str) -> Artifact:
         directory=path,
         heads=heads.heads,
         pooling=heads.pooling,
+        text_kind=heads.text_kind,
         max_length=heads.max_length,
         calibration=heads.calibration,
         manifest=_read(path / MANIFEST, Manifest) if sealed else None,
@@ -244,6 +254,7 @@ def seal_artifact(
     pooling: Pooling,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
+    text_kind: TextKind = TextKind.SINGLE,
     max_length: int | None = None,
     calibration: Mapping[str, Calibration] | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -255,12 +266,18 @@ def seal_artifact(
     heads_file = HeadsFile(
         pooling=pooling,
         heads=list(heads),
+        text_kind=text_kind,
         max_length=max_length,
         calibration=dict(calibration or {}),
     )
     write_json(directory / HEADS_FILE, heads_file)
     describe_artifact(
-        directory, heads=heads, max_length=max_length, lineage=lineage, metrics=metrics
+        directory,
+        heads=heads,
+        text_kind=text_kind,
+        max_length=max_length,
+        lineage=lineage,
+        metrics=metrics,
     )
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST)
     for path in files:
@@ -284,7 +301,7 @@ def seal_artifact(
 def record_golden(
     classifier: torch.nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
+    texts: Sequence[Text],
     *,
     max_length: int | None,
 ) -> Golden:
@@ -296,12 +313,17 @@ def record_golden(
     tokens, _ = encode(texts, tokenizer, max_length=max_length)
     entries = []
     for text, ids in zip(texts, tokens, strict=True):
-        input_ids, mask = pad([ids], tokenizer.pad_token_id)
-        logits = classifier(input_ids.to(device), mask)
+        logits = classifier(*pad([ids], tokenizer.pad_token_id).to(device))
+        stored, text_pair = to_columns(text)
         entries.append(
-            GoldenText(text=text, logits={name: row[0].tolist() for name, row in logits.items()})
+            GoldenText(
+                text=stored,
+                text_pair=text_pair,
+                logits={name: row[0].tolist() for name, row in logits.items()},
+            )
         )
-    return Golden(max_length=max_length, texts=entries)
+    kind = kind_of(texts[0]) if texts else TextKind.SINGLE
+    return Golden(max_length=max_length, text_kind=kind, texts=entries)
 
 
 def save_golden(directory: Path, golden: Golden) -> None:
@@ -319,8 +341,7 @@ def check_golden(
     if not (directory / GOLDEN).exists():
         return None
     golden = _read(directory / GOLDEN, Golden)
-    texts = [entry.text for entry in golden.texts]
-    actual = record_golden(classifier, tokenizer, texts, max_length=golden.max_length)
+    actual = record_golden(classifier, tokenizer, golden.inputs(), max_length=golden.max_length)
     differences = [torch.zeros(())]
     for expected, found in zip(golden.texts, actual.texts, strict=True):
         if expected.logits.keys() != found.logits.keys():

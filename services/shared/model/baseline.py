@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from services.shared.datasets.card import Head, HeadType
+from services.shared.datasets.text import plain_text
 from services.shared.model.metrics import Array, head_metrics, labelled_mask, predict
 from services.shared.model.tokens import Rows
 
@@ -82,7 +83,7 @@ def baseline(head: Head, *, train: Rows, held_out: Rows, seed: int) -> BaselineR
     while num_features * len(head.labels) > _MAX_WEIGHTS:
         num_features //= 2
     counts, tests = (
-        _count([rows.texts[i] for i in numbers], num_features)
+        _count([plain_text(rows.texts[int(i)]) for i in numbers], num_features)
         for rows, numbers in ((train, chosen), (held_out, scored))
     )
     frequency = torch.bincount(counts.features, minlength=num_features)

@@ -41,6 +41,8 @@ class Classifier(nn.Module):
         self.backbone = backbone
         self.pooling = pooling_of(backbone.config)
         self.causal = is_causal(backbone.config)
+        # Of BERT and its like; RoBERTa has one type, decoders have none.
+        self.has_token_types = (getattr(backbone.config, "type_vocab_size", None) or 0) > 1
         self.head_specs = tuple(heads)
         reserved = [head.name for head in heads if hasattr(nn.ModuleDict(), head.name)]
         if reserved:  # heads are attributes of a torch module, which reserves some names
@@ -69,11 +71,17 @@ class Classifier(nn.Module):
             )
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, tap: Sequence[int] = ()
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        tap: Sequence[int] = (),
     ) -> dict[str, Tensor]:
         """Return float32 logits [B, C] by head name, for right-padded `input_ids` [B, S].
 
-        `attention_mask` [B, S] is None where no text is padded. `tap` names layers (0 is the
+        `attention_mask` [B, S] is None where no text is padded, `token_type_ids` [B, S] where all are 0; a
+        backbone without token types ignores them. `tap` names layers (0 is the
         embedding, the number of layers the final state) whose pooled states come back as
         `TAPPED` [B, K, H], projected where the layer has a projection.
         """
@@ -84,6 +92,7 @@ class Classifier(nn.Module):
             attention_mask=None if self.causal else attention_mask,
             use_cache=False,
             output_hidden_states=bool(tap),
+            **({"token_type_ids": token_type_ids} if self.has_token_types else {}),
         )
         pooled = self._pool(output.last_hidden_state, attention_mask)
         result = {name: head(pooled).float() for name, head in self.heads.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.shared.datasets.card import Head, HeadType
+from services.shared.datasets.text import TextKind
 from services.shared.files.atomic_write import write_text
 
 MODEL_CARD = "README.md"
@@ -27,6 +28,7 @@ def describe_artifact(
     directory: Path,
     *,
     heads: Sequence[Head],
+    text_kind: TextKind,
     max_length: int | None,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
@@ -42,13 +44,16 @@ def describe_artifact(
     )
     if max_length is not None:
         _update(directory / "tokenizer_config.json", {"model_max_length": max_length})
-    card = model_card(heads=heads, max_length=max_length, lineage=lineage, metrics=metrics)
+    card = model_card(
+        heads=heads, text_kind=text_kind, max_length=max_length, lineage=lineage, metrics=metrics
+    )
     write_text(directory / MODEL_CARD, card)
 
 
 def model_card(
     *,
     heads: Sequence[Head],
+    text_kind: TextKind,
     max_length: int | None,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
@@ -59,6 +64,7 @@ def model_card(
     lines += ["tags: [stillhouse, text-classification]", "---", "", f"# Text classifier ({kind})"]
     lines += ["", "## Heads", "", "| head | kind | labels |", "|---|---|---|"]
     lines += [f"| {head.name} | {head.type} | {_labels(head.labels)} |" for head in heads]
+    lines += ["", "## Input", "", _INPUTS[text_kind]]
     lines += ["", "## Lineage", ""]
     lines += [f"- {name}: `{_plain(value)}`" for name, value in lineage.items()]
     lines += ["", "## Metrics", "", *_metrics(metrics)]
@@ -85,6 +91,14 @@ def model_card(
         "`stillhouse models export`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+_INPUTS = {
+    TextKind.SINGLE: "One text.",
+    TextKind.PAIR: "A pair of texts, encoded by `tokenizer(text, text_pair)`; the longer one is truncated first.",
+    TextKind.CHAT: "Chat messages, rendered by `tokenizer.apply_chat_template` and encoded without further special "
+    "tokens; by a tokenizer without a template, lines of `role: content`.",
+}
 
 
 def _metrics(metrics: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Head
+from services.shared.datasets.text import Chat, Message, Pair, Text, TextKind
 from services.shared.jobs.artifact_layout import GOLDEN
 from services.shared.model.artifact import (
     Artifact,
@@ -28,12 +30,17 @@ from services.shared.model.artifact import (
 )
 from services.shared.model.classifier import Classifier
 from services.shared.model.sequence_classification import NotExpressible, sequence_classifier
-from services.shared.model.tokens import encode, load_tokenizer, pad
+from services.shared.model.tokens import Padded, encode, load_tokenizer, pad
 
 # Relative to 1 + the largest logit; both sides compute in float32.
 TOLERANCE = 1e-4
 ONNX_FILE = "model.onnx"
-_SAMPLES = ["a", "A somewhat longer text, with several words.", "一个短句。"]
+_TEXTS = ("a", "A somewhat longer text, with several words.", "一个短句。")
+_SAMPLES: dict[TextKind, Sequence[Text]] = {
+    TextKind.SINGLE: _TEXTS,
+    TextKind.PAIR: [Pair(text, other) for text, other in zip(_TEXTS, _TEXTS[::-1], strict=True)],
+    TextKind.CHAT: [Chat((Message("user", text),)) for text in _TEXTS],
+}
 
 
 class ExportDiffers(ValueError):
@@ -48,7 +55,7 @@ def export_artifact(directory: Path, *, format: str, out: Path) -> dict[str, flo
     artifact = read_artifact(directory)
     verify_artifact(artifact)
     classifier = load_classifier(directory, dtype=torch.float32)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, artifact.text_kind)
     out.mkdir(parents=True)
     if format == "onnx":
         return _export_onnx(artifact, classifier, tokenizer, out)
@@ -72,7 +79,9 @@ def _export_transformers(
     out: Path,
 ) -> float:
     pad_id = tokenizer.pad_token_id
-    (sample, *_), _ = encode(_SAMPLES[:1], tokenizer, max_length=artifact.max_length)
+    (sample, *_), _ = encode(
+        _SAMPLES[artifact.text_kind][:1], tokenizer, max_length=artifact.max_length
+    )
     if classifier.causal and sample[-1] == pad_id:
         raise NotExpressible(
             "texts end in the padding token, which transformers' classifier passes over"
@@ -86,10 +95,10 @@ def _export_transformers(
         str(out), local_files_only=True, trust_remote_code=False, use_safetensors=True
     ).eval()
     worst = 0.0
-    for ids, mask in _inputs(artifact, tokenizer):
+    for padded in _inputs(artifact, tokenizer):
         with torch.no_grad():
-            found = loaded(input_ids=ids, attention_mask=mask).logits
-            worst = max(worst, _difference(found, classifier(ids, mask)[head.name]))
+            found = loaded(**_named_inputs(classifier, padded)).logits
+            worst = max(worst, _difference(found, classifier(*padded)[head.name]))
     return _accept(worst, head.name)
 
 
@@ -100,8 +109,10 @@ class _Outputs(nn.Module):
         super().__init__()
         self.classifier = classifier
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        logits = self.classifier(input_ids, attention_mask)
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        logits = self.classifier(input_ids, attention_mask, token_type_ids)
         return tuple(logits[head.name] for head in self.classifier.head_specs)
 
 
@@ -112,25 +123,25 @@ def _export_onnx(
     import onnxruntime  # an optional dependency
 
     names = [head.name for head in artifact.heads]
-    inputs = _inputs(artifact, tokenizer)
+    batches = [_named_inputs(classifier, padded) for padded in _inputs(artifact, tokenizer)]
     axes = {0: "batch", 1: "tokens"}
     # The exporter of TorchScript (dynamo=False) drops BERT's padding mask without a word: wrong by 0.5.
     torch.onnx.export(
         _Outputs(classifier).eval(),
-        inputs[-1],
+        tuple(batches[-1].values()),
         out / ONNX_FILE,
-        input_names=["input_ids", "attention_mask"],
+        input_names=list(batches[-1]),
         output_names=names,
-        dynamic_shapes={"input_ids": axes, "attention_mask": axes},
+        dynamic_shapes=dict.fromkeys(batches[-1], axes),
         dynamo=True,
         verbose=False,
     )
     session = onnxruntime.InferenceSession(out / ONNX_FILE, providers=["CPUExecutionProvider"])
     worst = dict.fromkeys(names, 0.0)
-    for ids, mask in inputs:
-        outputs = session.run(names, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+    for batch in batches:
+        outputs = session.run(names, {name: value.numpy() for name, value in batch.items()})
         with torch.no_grad():
-            expected = classifier(ids, mask)
+            expected = classifier(**batch)
         for name, found in zip(names, outputs, strict=True):
             difference = _difference(torch.from_numpy(found), expected[name])
             worst[name] = max(worst[name], difference)
@@ -141,18 +152,27 @@ def _export_onnx(
     return {name: _accept(value, name) for name, value in worst.items()}
 
 
-def _inputs(artifact: Artifact, tokenizer: PreTrainedTokenizerBase) -> list[tuple[Tensor, Tensor]]:
-    """Return token ids and masks: a text alone, and a padded batch of the golden texts and samples."""
-    texts = list(_SAMPLES)
+def _named_inputs(classifier: Classifier, padded: Padded) -> dict[str, Tensor]:
+    """Return the inputs by name: token types only where the model has them."""
+    named = {name: value for name, value in padded._asdict().items() if value is not None}
+    if not classifier.has_token_types:
+        named.pop("token_type_ids", None)
+    return named
+
+
+def _inputs(artifact: Artifact, tokenizer: PreTrainedTokenizerBase) -> list[Padded]:
+    """Return padded batches: a text alone, and the golden texts and samples."""
+    texts = list(_SAMPLES[artifact.text_kind])
     golden = artifact.directory / GOLDEN
     if golden.exists():
-        entries = Golden.model_validate_json(golden.read_bytes()).texts
-        texts += [entry.text for entry in entries]
+        texts += Golden.model_validate_json(golden.read_bytes()).inputs()
     tokens, _ = encode(texts, tokenizer, max_length=artifact.max_length)
     batches = []
     for rows in (tokens[1:2], tokens):
-        ids, mask = pad(rows, tokenizer.pad_token_id)
-        batches.append((ids, torch.ones_like(ids) if mask is None else mask))
+        padded = pad(rows, tokenizer.pad_token_id)
+        if padded.attention_mask is None:
+            padded = padded._replace(attention_mask=torch.ones_like(padded.input_ids))
+        batches.append(padded)
     return batches
 
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
-from services.shared.datasets.stored_card import verify_split
+from services.shared.datasets.stored_card import read_text_kind, verify_split
+from services.shared.datasets.text import Text, TextKind, from_columns
 from services.shared.model.metrics import MISSING
+from services.shared.model.segments import mark_types, unmark_types
+from services.shared.model.text_encoding import marks_types, prepare_tokenizer, tokenizer_input
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +40,7 @@ class Rows:
     `labels[head]` is int32 [N] with -100 where missing, or float32 [N, C] with a NaN row where missing.
     """
 
-    texts: list[str]
+    texts: Sequence[Text]
     lines: Array  # int64 [N]
     labels: dict[str, Array]
 
@@ -69,30 +72,51 @@ class TokenisedSplit:
         return tokens
 
 
+class Padded(NamedTuple):
+    """Texts padded to the same length, in the order of a classifier's arguments."""
+
+    input_ids: Tensor  # int64 [B, S]
+    attention_mask: Tensor | None  # int64 [B, S]; None where all texts have the same length
+    token_type_ids: Tensor | None  # int64 [B, S]; None where all are 0
+
+    def to(self, device: torch.device | str) -> Padded:
+        """Return the texts on a device."""
+        return Padded(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Batch:
     """Right-padded texts. A row of weight 0 is a dummy that equalises the forward passes of the ranks."""
 
     input_ids: Tensor  # int64 [B, S]
     attention_mask: Tensor | None  # int64 [B, S]; None where nothing is padded
+    token_type_ids: Tensor | None  # int64 [B, S]; None where all are 0
     labels: dict[str, Tensor]  # int64 [B] with -100 | float32 [B, C] with NaN rows
     weight: Tensor  # float32 [B], 1 or 0
 
+    @property
+    def inputs(self) -> Padded:
+        """Return the arguments of a classifier."""
+        return Padded(self.input_ids, self.attention_mask, self.token_type_ids)
+
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
-        mask = self.attention_mask
+        mask, types = self.attention_mask, self.token_type_ids
         return Batch(
             input_ids=self.input_ids.to(device, non_blocking=True),
             attention_mask=None if mask is None else mask.to(device, non_blocking=True),
+            token_type_ids=None if types is None else types.to(device, non_blocking=True),
             labels={k: v.to(device, non_blocking=True) for k, v in self.labels.items()},
             weight=self.weight.to(device, non_blocking=True),
         )
 
 
-def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    directory: Path | str, kind: TextKind = TextKind.SINGLE
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a local directory, with a padding token, padding on the right.
 
-    Raises ValueError where there is none, or where it needs custom code.
+    `kind` is what it is to encode. Raises ValueError where there is none, or where it needs custom code.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -107,6 +131,7 @@ def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
         raise ValueError(f"{directory}: the tokenizer defines no pad, eos or unk token to pad with")
+    prepare_tokenizer(tokenizer, kind)
     return tokenizer
 
 
@@ -115,7 +140,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE tokenizer, write it to `directory` and return it.
 
-    Every text becomes `<s> text </s>`: an encoder is pooled at the first token, a decoder at the last.
+    Every text becomes `<s> text </s>`, a pair `<s> text </s> text </s>`: an encoder is pooled at the first
+    token, a decoder at the last.
     The same texts in the same order give the same tokenizer.
     """
     bpe = Tokenizer(models.BPE())
@@ -130,6 +156,7 @@ def train_tokenizer(
     bpe.train_from_iterator(texts, trainer=trainer)
     bpe.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A {END}",
+        pair=f"{BEGIN} $A {END} $B:1 {END}:1",
         special_tokens=[(BEGIN, bpe.token_to_id(BEGIN)), (END, bpe.token_to_id(END))],
     )
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -165,9 +192,11 @@ def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
     """
     verify_split(dataset_dir, split)
     path = dataset_dir / f"{split}.parquet"
+    kind = read_text_kind(dataset_dir)
     schema = pq.read_schema(path)
     known = [head.name for head in heads if head.name in schema.names]
-    table = pq.read_table(path, columns=["text", "line", *known])
+    text_columns = ["text", "text_pair"] if kind is TextKind.PAIR else ["text"]
+    table = pq.read_table(path, columns=[*text_columns, "line", *known])
     size = table.num_rows
     labels = {
         head.name: _labels(table.column(head.name), head)
@@ -176,7 +205,7 @@ def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
         for head in heads
     }
     lines = table.column("line").to_numpy().astype(np.int64)
-    return Rows(texts=table.column("text").to_pylist(), lines=lines, labels=labels)
+    return Rows(texts=_texts(table, kind), lines=lines, labels=labels)
 
 
 def tokenise(rows: Rows, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> TokenisedSplit:
@@ -211,58 +240,83 @@ def read_split(
 
 
 def encode(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
+    texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
 ) -> tuple[list[list[int]], list[bool]]:
-    """Return the token ids of each text, and whether it was truncated to `max_length`.
+    """Return the token ids of each text, their types marked, and whether it was truncated to `max_length`.
 
-    A text without any token (blank, to some tokenizers) becomes one padding token.
+    Of a pair, tokens are removed from the end of the longer text first. A text without any token (blank,
+    to some tokenizers) becomes one padding token. Raises ValueError for a chat that the template refuses.
     """
     if not texts:
         return [], []
-    tokens = _encode_whole(texts, tokenizer)
+    inputs, special = zip(*(tokenizer_input(text, tokenizer) for text in texts), strict=True)
+    tokens = _encode(inputs, tokenizer, special=special[0], max_length=None)
     truncated = [max_length is not None and len(ids) > max_length for ids in tokens]
-    for row, is_truncated in enumerate(truncated):
-        if is_truncated:
-            # Tokenised again, not sliced: only the tokenizer knows which special tokens to keep.
-            tokens[row] = tokenizer(texts[row], truncation=True, max_length=max_length)["input_ids"]
+    rows = [row for row, is_truncated in enumerate(truncated) if is_truncated]
+    if rows:
+        # Tokenised again, not sliced: only the tokenizer knows which special tokens to keep.
+        cut = _encode(
+            [inputs[row] for row in rows], tokenizer, special=special[0], max_length=max_length
+        )
+        for row, ids in zip(rows, cut, strict=True):
+            tokens[row] = ids
     return [ids or [tokenizer.pad_token_id] for ids in tokens], truncated
 
 
-def _encode_whole(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids of whole texts, with the special tokens that the tokenizer adds."""
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        backend = tokenizer.backend_tokenizer
+def _encode(
+    inputs: Sequence[str | tuple[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    special: bool,
+    max_length: int | None,
+) -> list[list[int]]:
+    """Return the token ids of each input; `special` adds the tokenizer's special tokens."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        ids: list[list[int]] = tokenizer(
+            [str(text) for text in inputs],
+            add_special_tokens=special,
+            truncation=max_length is not None,
+            max_length=max_length,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        return ids
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    if max_length is None:
         backend.no_truncation()
-        backend.no_padding()
-        # Without offsets into the text, which nothing here reads: half the time.
-        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts))]
-    ids: list[list[int]] = tokenizer(
-        list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )["input_ids"]
-    return ids
+    else:
+        backend.enable_truncation(max_length, strategy="longest_first")
+    # Without offsets into the text, which nothing here reads: half the time.
+    encodings = backend.encode_batch_fast(list(inputs), add_special_tokens=special)
+    if isinstance(inputs[0], str) or not marks_types(tokenizer):
+        return [encoding.ids for encoding in encodings]
+    return [mark_types(encoding.ids, encoding.type_ids) for encoding in encodings]
 
 
 def collate(split: TokenisedSplit, rows: Sequence[int], pad_id: int) -> Batch:
     """Return a padded batch of some texts; without rows, one dummy text of weight 0 without labels."""
     if not rows:
         return _dummy(split, pad_id)
-    ids, mask = pad([split.tokens(row) for row in rows], pad_id)
+    padded = pad([split.tokens(row) for row in rows], pad_id)
     chosen = np.asarray(rows)
     labels = {name: _tensor(values[chosen]) for name, values in split.labels.items()}
-    return Batch(ids, mask, labels, weight=torch.ones(len(rows)))
+    return Batch(*padded, labels, weight=torch.ones(len(rows)))
 
 
-def pad(tokens: Sequence[Sequence[int] | Array], pad_id: int) -> tuple[Tensor, Tensor | None]:
-    """Return input_ids [B, S] and attention_mask [B, S], None where all have the same length."""
+def pad(tokens: Sequence[Sequence[int] | Array], pad_id: int) -> Padded:
+    """Return token ids with marked types as a padded batch."""
     lengths = np.array([len(ids) for ids in tokens])
     width = int(lengths.max())
-    ids = np.full((len(tokens), width), pad_id, dtype=np.int64)
+    marked = np.full((len(tokens), width), pad_id, dtype=np.int64)
     for row, numbers in enumerate(tokens):
-        ids[row, : lengths[row]] = numbers
-    if (lengths == width).all():
-        return torch.from_numpy(ids), None
-    mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
-    return torch.from_numpy(ids), torch.from_numpy(mask)
+        marked[row, : lengths[row]] = numbers
+    ids, types = unmark_types(marked)
+    mask = None
+    if (lengths < width).any():
+        mask = torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64))
+    return Padded(torch.from_numpy(ids), mask, None if types is None else torch.from_numpy(types))
 
 
 def _dummy(split: TokenisedSplit, pad_id: int) -> Batch:
@@ -270,12 +324,20 @@ def _dummy(split: TokenisedSplit, pad_id: int) -> Batch:
     for name, values in split.labels.items():
         missing = MISSING if values.ndim == 1 else np.nan
         labels[name] = _tensor(np.full((1, *values.shape[1:]), missing, dtype=values.dtype))
-    return Batch(torch.full((1, 1), pad_id), None, labels, weight=torch.zeros(1))
+    return Batch(torch.full((1, 1), pad_id), None, None, labels, weight=torch.zeros(1))
 
 
 def _tensor(values: Array) -> Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.long() if values.ndim == 1 else tensor
+
+
+def _texts(table: pa.Table, kind: TextKind) -> Sequence[Text]:
+    texts: list[str] = table.column("text").to_pylist()
+    if kind is TextKind.SINGLE:
+        return texts
+    pairs = table.column("text_pair").to_pylist() if kind is TextKind.PAIR else [None] * len(texts)
+    return [from_columns(kind, text, pair) for text, pair in zip(texts, pairs, strict=True)]
 
 
 def _labels(column: pa.ChunkedArray, head: Head) -> Array:

@@ -39,7 +39,7 @@ def predict_split(
     for step in plan_evaluation(split.lengths, budget_tokens=budget_tokens, ranks=world.size):
         (rows,) = step.micro_batches[world.rank]
         batch = collate(split, rows, pad_id).to(world.device)
-        logits = sharded.module(batch.input_ids, batch.attention_mask)
+        logits = sharded.module(*batch.inputs)
         if rows:
             for head in heads:
                 results[head.name][list(rows)] = logits[head.name]

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Head, Split
+from services.shared.datasets.text import plain_text
 from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import Recipe, TrainedTokenizer
@@ -74,7 +75,8 @@ def train_shared_tokenizer(
     directory = run.path / "tokenizer"
     if world.is_first:
         with fail_with(Reason.BAD_DATA):
-            texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
+            rows = read_rows(task.dataset_dir, Split.TRAIN, [])
+        texts = map(plain_text, rows.texts)
         train_tokenizer(texts, vocab_size=wanted.vocab_size, directory=directory)
     world.barrier()
     return load_tokenizer(directory)

@@ -12,6 +12,7 @@ from services.api.serving.encoder import Encoded
 from services.api.serving.errors import TextTooLong
 from services.api.serving.prediction import FloatArray
 from services.shared.datasets.card import Head, HeadType
+from services.shared.datasets.text import Text, plain_text
 
 HEADS = [
     Head(name="tone", labels=["bad", "good"]),
@@ -25,10 +26,10 @@ class WordEncoder:
     def __init__(self, max_length: int = 32) -> None:
         self.max_length = max_length
 
-    def encode(self, texts: Sequence[str], *, truncate: bool) -> list[Encoded]:
+    def encode(self, texts: Sequence[Text], *, truncate: bool) -> list[Encoded]:
         encoded = []
         for index, text in enumerate(texts):
-            tokens = [len(word) for word in text.split()]
+            tokens = [len(word) for word in plain_text(text).split()]
             if len(tokens) > self.max_length and not truncate:
                 raise TextTooLong(index, len(tokens), self.max_length)
             encoded.append(Encoded(tokens[: self.max_length], len(tokens) > self.max_length))

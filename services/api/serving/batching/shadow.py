@@ -12,6 +12,7 @@ from services.api.serving.metrics import ServingMetrics
 from services.api.serving.prediction import Prediction, Score
 from services.api.serving.settings import ServingSettings
 from services.shared.datasets.card import HeadType
+from services.shared.datasets.text import Text
 
 
 class Shadow:
@@ -33,7 +34,7 @@ class Shadow:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def mirror(
-        self, texts: Sequence[str], answers: Sequence[Prediction], *, truncate: bool, alias: str
+        self, texts: Sequence[Text], answers: Sequence[Prediction], *, truncate: bool, alias: str
     ) -> None:
         """Send a request to the shadow model if it falls into the share and the queue is short."""
         project, slash, _ = alias.rpartition("/")
@@ -59,7 +60,7 @@ class Shadow:
 
     async def _compare(
         self,
-        texts: list[str],
+        texts: list[Text],
         answers: Sequence[Prediction],
         shadow: ActiveModel,
         *,

@@ -25,6 +25,7 @@ from services.api.serving.engines.packed_weights import Backbone, BackboneShape,
 from services.api.serving.engines.throttle import yield_to_requests
 from services.api.serving.engines.torch_threads import use_threads
 from services.api.serving.prediction import FloatArray
+from services.shared.model.segments import unmark_types
 
 
 class PackedEngine:
@@ -123,7 +124,8 @@ def pack(texts: Sequence[Sequence[int]]) -> PackedBatch:
     return PackedBatch(
         order=order,
         groups=groups,
-        tokens=np.concatenate([np.asarray(texts[index], np.int64) for index in order]),
+        # Decoders have no token types.
+        tokens=unmark_types(np.concatenate([np.asarray(texts[i], np.int64) for i in order]))[0],
         positions=np.arange(ends[-1]) - np.repeat(starts, lengths),
         last=ends - 1,
     )

@@ -13,6 +13,7 @@ import torch
 from services.api.serving.engines.torch_threads import use_threads
 from services.api.serving.prediction import FloatArray
 from services.shared.model.classifier import Classifier
+from services.shared.model.tokens import pad
 
 # The most padded over real tokens of a bucket. From 1.14 on, a second, smaller matrix product costs
 # less than the padding (measured with Qwen3-0.6B shapes on Zen 4).
@@ -44,7 +45,9 @@ class PaddedEngine:
         }
         for rows in length_buckets([len(text) for text in texts], budget=self._batch_tokens):
             with torch.inference_mode():
-                outputs = self._classifier(*self._pad([texts[row] for row in rows]))
+                # Any token pads: padding is masked.
+                batch = pad([texts[row] for row in rows], 0).to(self._device)
+                outputs = self._classifier(*batch)
             for name, values in outputs.items():
                 logits[name][rows] = values.float().cpu().numpy()
         return logits
@@ -59,19 +62,6 @@ class PaddedEngine:
     def close(self) -> None:
         """Release the weights."""
         self._classifier = None
-
-    def _pad(self, texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        lengths = [len(text) for text in texts]
-        longest = max(lengths)
-        tokens = np.zeros((len(texts), longest), np.int64)  # any token will do: padding is masked
-        mask = np.zeros((len(texts), longest), np.int64)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text)] = text
-            mask[row, : len(text)] = 1
-        input_ids = torch.from_numpy(tokens).to(self._device)
-        if min(lengths) == longest:
-            return input_ids, None
-        return input_ids, torch.from_numpy(mask).to(self._device)
 
 
 def length_buckets(lengths: Sequence[int], *, budget: int) -> Iterator[list[int]]:

@@ -62,7 +62,7 @@ def quantize_student(
     max_length = artifact.max_length or DEFAULT_MAX_LENGTH
     if reason := unsupported_reason(classifier.config, max_length=max_length):
         raise ValueError(f"{artifact_dir} cannot be quantized: {reason}")
-    tokenizer = load_tokenizer(artifact_dir)
+    tokenizer = load_tokenizer(artifact_dir, artifact.text_kind)
     held_out = _held_out(dataset_dir, artifact.heads, texts)
     calibration = read_rows(dataset_dir, Split.TRAIN, artifact.heads).texts[:CALIBRATION_TEXTS]
     tokens, _ = encode(held_out.texts, tokenizer, max_length=max_length)

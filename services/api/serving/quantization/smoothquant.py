@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from services.shared.model.classifier import Classifier, transformer_layers
+from services.shared.model.tokens import pad
 
 # a in the formula: the paper's default, and the better of {0, 0.5} on our stress model.
 MIGRATION_STRENGTH = 0.5
@@ -40,7 +41,7 @@ def activation_maxima(
     ]
     try:
         for text in texts:
-            classifier(torch.tensor([list(text)]))
+            classifier(*pad([text], 0))
     finally:
         for hook in hooks:
             hook.remove()

@@ -30,7 +30,7 @@ def check_golden(directory: Path, *, heads: list[Head], encoder: Encoder, engine
     if golden is None or not golden.texts:
         log.warning("no_golden_texts", artifact=str(directory))
         return
-    encoded = encoder.encode([entry.text for entry in golden.texts], truncate=True)
+    encoded = encoder.encode(golden.inputs(), truncate=True)
     answers = engine.run([text.tokens for text in encoded])
     for head in heads:
         recorded = _recorded(golden, head)

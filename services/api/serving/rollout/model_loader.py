@@ -50,6 +50,7 @@ from services.shared.model.artifact import (
     read_heads,
     verify_artifact,
 )
+from services.shared.model.text_encoding import marks_types, tokenizer_input
 from services.shared.model.tokens import load_tokenizer
 
 log = structlog.get_logger(__name__)
@@ -68,8 +69,13 @@ def load_student(
     artifact = read_artifact(directory)
     verify_artifact(artifact)
     max_length = artifact.max_length or DEFAULT_MAX_LENGTH
+    tokenizer = load_tokenizer(directory, artifact.text_kind)
     encoder = TokenizerEncoder(
-        load_tokenizer(directory).backend_tokenizer.to_str(), max_length=max_length
+        tokenizer.backend_tokenizer.to_str(),
+        max_length=max_length,
+        kind=artifact.text_kind,
+        convert=lambda text: tokenizer_input(text, tokenizer),
+        marks_types=marks_types(tokenizer),
     )
     engine = build_engine(artifact, settings, serving=serving)
     collect_and_trim()  # returns what the engine was made from

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.shared.datasets.text import Text
 from services.shared.files.atomic_write import shared_partial_path
 from services.shared.jobs.run_directory import RunDirectory, write_json
 from services.shared.model.artifact import record_golden, save_golden, write_heads
@@ -42,7 +43,7 @@ def export_artifact(
     run: RunDirectory,
     sharded: Sharded,
     tokenizer: Any,
-    texts: Sequence[str],
+    texts: Sequence[Text],
     world: World,
     *,
     max_length: int,
