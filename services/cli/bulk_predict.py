@@ -1,4 +1,4 @@
-"""Labels a file of texts through a running API: in windows sorted by length, resumable.
+"""Labels a file of texts, pairs or chats through a running API: in windows sorted by length, resumable.
 
 Every line of the input gives one line of the output, in the same order, so the number of complete lines
 in the output is the position at which to resume. A window is written once all of it has been labelled.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import httpx
 
@@ -28,6 +28,10 @@ REQUEST_TEXTS = 64
 REQUEST_CHARACTERS = 60_000
 # Concurrent requests, so that the engine never waits for the network.
 CONCURRENT_REQUESTS = 4
+
+
+# A text, or the object of a pair or of a chat as `/predict` takes it.
+Input: TypeAlias = str | dict[str, Any]
 
 
 class LabellingFailed(Exception):
@@ -96,20 +100,33 @@ def count_lines(path: Path) -> int:
         return sum(1 for _ in file)
 
 
-def _read_texts(path: Path) -> Iterator[str]:
-    """Yield the text of each line: the line itself, or `text` of a JSON line in a `.jsonl` file."""
+def _read_texts(path: Path) -> Iterator[Input]:
+    """Yield the input of each line: the line itself, or what a JSON line of a `.jsonl` file holds."""
     as_json = path.suffix in {".jsonl", ".ndjson"}
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                text = json.loads(line)["text"] if as_json else line
-                if not isinstance(text, str):
-                    raise TypeError("`text` is not a string")
-                yield text
+                yield json_input(json.loads(line)) if as_json else line
             except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-                expected = "a JSON object with `text`" if as_json else "UTF-8"
+                expected = "a JSON object with `text` or `messages`" if as_json else "UTF-8"
                 raise LabellingFailed(f"{path}, line {number}: not {expected} ({error})") from error
+
+
+def json_input(row: Any) -> Input:
+    """Return the text, the pair or the chat that an object holds. Raises KeyError, TypeError."""
+    if not isinstance(row, dict):
+        raise TypeError("it is no object")
+    if isinstance(row.get("messages"), list):
+        return {"messages": row["messages"]}
+    text, text_pair = row["text"], row.get("text_pair")
+    if not isinstance(text, str):
+        raise TypeError("`text` is not a string")
+    return text if text_pair is None else {"text": text, "text_pair": text_pair}
+
+
+def _size(text: Input) -> int:
+    return len(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
 
 
 def _resume(target: Path) -> tuple[int, str | None]:
@@ -145,9 +162,9 @@ def _check_version(answer: OutputLine, version: str | None, target: Path) -> str
 
 
 def _label_window(
-    window: Sequence[str], *, first_line: int, predictor: _Predictor, pool: ThreadPoolExecutor
+    window: Sequence[Input], *, first_line: int, predictor: _Predictor, pool: ThreadPoolExecutor
 ) -> list[OutputLine]:
-    by_length = sorted(range(len(window)), key=lambda index: len(window[index]))
+    by_length = sorted(range(len(window)), key=lambda index: _size(window[index]))
     groups = list(_groups(by_length, window))
     predictions = pool.map(lambda group: predictor.predict([window[i] for i in group]), groups)
     lines: list[OutputLine] = [{} for _ in window]
@@ -157,11 +174,11 @@ def _label_window(
     return lines
 
 
-def _groups(order: Sequence[int], texts: Sequence[str]) -> Iterator[list[int]]:
+def _groups(order: Sequence[int], texts: Sequence[Input]) -> Iterator[list[int]]:
     group: list[int] = []
     characters = 0
     for index in order:
-        size = len(texts[index])
+        size = _size(texts[index])
         if group and (len(group) == REQUEST_TEXTS or characters + size > REQUEST_CHARACTERS):
             yield group
             group, characters = [], 0
@@ -179,7 +196,7 @@ class _Predictor:
         self._alias = alias
         self._truncate = truncate
 
-    def predict(self, texts: Sequence[str]) -> list[OutputLine]:
+    def predict(self, texts: Sequence[Input]) -> list[OutputLine]:
         response = self._post(texts)
         if response.status_code == httpx.codes.OK:
             body: PredictResponse = response.json()
@@ -192,7 +209,7 @@ class _Predictor:
         middle = len(texts) // 2
         return self.predict(texts[:middle]) + self.predict(texts[middle:])
 
-    def _post(self, texts: Sequence[str]) -> httpx.Response:
+    def _post(self, texts: Sequence[Input]) -> httpx.Response:
         while True:
             try:
                 response = self._client.post(

@@ -8,7 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from services.cli.bulk_predict import WINDOW_LINES, LabellingFailed, LabellingResult, label_file
+from services.cli.bulk_predict import (
+    WINDOW_LINES,
+    LabellingFailed,
+    LabellingResult,
+    json_input,
+    label_file,
+)
 
 BASE = "http://api.test"
 
@@ -155,3 +161,12 @@ def test_a_window_of_rejected_texts_stops_the_run(run: Run, tmp_path: Path) -> N
     with pytest.raises(LabellingFailed, match="Every text was rejected: A text is too long"):
         run(["x" * 101, "y" * 102])
     assert labels(tmp_path) == []
+
+
+def test_json_lines_may_hold_pairs_and_chats() -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    assert json_input({"text": "a", "id": 1}) == "a"
+    assert json_input({"text": "a", "text_pair": "b"}) == {"text": "a", "text_pair": "b"}
+    assert json_input({"messages": messages}) == {"messages": messages}
+    with pytest.raises(TypeError, match="not a string"):
+        json_input({"text": 3, "text_pair": "b"})

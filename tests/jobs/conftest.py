@@ -43,9 +43,9 @@ class StoreDriver:
         self.store: Store = open_store(settings)
         self.dataset_id = self.add_dataset()
 
-    def add_dataset(self, heads: tuple[Head, ...] = (SENTIMENT,)) -> str:
+    def add_dataset(self, heads: tuple[Head, ...] = (SENTIMENT,), **fields: Any) -> str:
         """Register a dataset and make its directory."""
-        card = dataset_card(heads)
+        card = dataset_card(heads).model_copy(update=fields)
         self.settings.dataset_dir(card.id).mkdir(parents=True)
         return self.store.add_dataset(card).id
 

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.shared.datasets.card import Head
+from services.shared.datasets.text import TextKind
 from services.shared.jobs.errors import DoesNotFit, InvalidRequest, prefix_field
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.resolved_spec import ResolvedTeacher
@@ -174,3 +175,28 @@ def test_a_plan_that_does_not_fit_names_its_part() -> None:
         raise DoesNotFit("Too much.", plan_document(peak_bytes=7))
     assert (str(refused.value), refused.value.field) == ("distill: Too much.", "distill")
     assert refused.value.plan == plan_document(peak_bytes=7)
+
+
+def test_teacher_and_student_must_have_texts_of_the_same_kind(driver: StoreDriver) -> None:
+    pairs = driver.add_dataset(text_kind=TextKind.PAIR)
+    with pytest.raises(
+        InvalidRequest, match="of the kind single, and those of this dataset are pair"
+    ):
+        _both(driver, _chain(driver, dataset_id=pairs))
+    running = driver.queued()
+    finished = driver.succeed(driver.running())
+    for teacher in ({"job_id": running.id}, {"model_id": finished}):
+        with pytest.raises(InvalidRequest) as refused:
+            driver.store.resolve(driver.distill_spec(teacher, dataset_id=pairs))
+        assert refused.value.field == "dataset_id"
+
+
+def test_unlabelled_texts_must_be_of_the_kind_of_the_labelled_ones(driver: StoreDriver) -> None:
+    finished = driver.succeed(driver.running())
+    chats = driver.add_dataset(heads=(), text_kind=TextKind.CHAT)
+    spec = driver.distill_spec(
+        {"model_id": finished}, distillation={"unlabelled_dataset_ids": [chats]}
+    )
+    with pytest.raises(InvalidRequest, match=f"texts of {chats} are of the kind chat") as refused:
+        driver.store.resolve(spec)
+    assert refused.value.field == "distillation.unlabelled_dataset_ids.0"

@@ -45,7 +45,10 @@ Heads = Annotated[
 ]
 TextColumn = Annotated[str, typer.Option("--text-column", help="The column that holds the text.")]
 TextPairColumn = Annotated[
-    str | None, typer.Option("--text-pair-column", help="A second text: not supported yet.")
+    str | None,
+    typer.Option(
+        "--text-pair-column", help="The second text of pairs that are classified together."
+    ),
 ]
 LabelsColumn = Annotated[
     str, typer.Option("--labels-column", help="A column that maps head names to labels.")
@@ -113,6 +116,13 @@ SkipBadRows = Annotated[
 TruncateLongTexts = Annotated[
     bool, typer.Option("--truncate-long-texts", help="Cut texts at 1,000,000 characters.")
 ]
+RemoveControlCharacters = Annotated[
+    bool,
+    typer.Option(
+        "--remove-control-characters",
+        help="Remove control characters from texts, and count the texts; they are a fault by default.",
+    ),
+]
 
 
 @app.command()
@@ -134,6 +144,7 @@ def preview(
     merge_labels: MergeLabels = False,
     skip_bad_rows: SkipBadRows = False,
     truncate_long_texts: TruncateLongTexts = False,
+    remove_control_characters: RemoveControlCharacters = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
@@ -157,6 +168,7 @@ def preview(
             merge_labels=merge_labels,
             on_bad_rows="skip" if skip_bad_rows else None,
             on_long_texts="truncate" if truncate_long_texts else None,
+            on_control_characters="remove" if remove_control_characters else None,
         )
         with bundle(files) as (filename, content):
             result = client.post(
@@ -188,6 +200,7 @@ def add(
     merge_labels: MergeLabels = False,
     skip_bad_rows: SkipBadRows = False,
     truncate_long_texts: TruncateLongTexts = False,
+    remove_control_characters: RemoveControlCharacters = False,
     as_json: AsJson = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
@@ -212,6 +225,7 @@ def add(
             merge_labels=merge_labels,
             on_bad_rows="skip" if skip_bad_rows else None,
             on_long_texts="truncate" if truncate_long_texts else None,
+            on_control_characters="remove" if remove_control_characters else None,
         )
         with bundle(files) as (filename, content):
             dataset = client.post("/datasets", data=form, files={"file": (filename, content)})

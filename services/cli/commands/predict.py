@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -27,10 +27,19 @@ from services.cli.responses import PredictResponse
 
 def predict(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to classify.")] = None,
+    text_pairs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text-pair",
+            help="The second text of a pair, for a model of pairs; once for each text.",
+        ),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
-            "--file", help="Label every line of this file: one text per line, or JSONL with `text`."
+            "--file",
+            help="Label every line of this file: one text per line, or JSONL with `text`, with `text` and "
+            "`text_pair`, or with `messages`.",
         ),
     ] = None,
     out: Annotated[
@@ -53,10 +62,17 @@ def predict(
     """Classify texts with the promoted student, or label a file."""
     if bool(texts) == (file is not None) or (file is None) != (out is None):
         raise typer.BadParameter("give texts, or --file with --out")
+    if text_pairs and len(text_pairs) != len(texts or []):
+        raise typer.BadParameter(
+            f"{len(texts or [])} texts and {len(text_pairs)} --text-pair: give one for each text"
+        )
     if file is not None and out is not None:
         _label_file(file, out, url, api_key, alias=alias, truncate=truncate, as_json=as_json)
         return
-    body = {"inputs": texts, "truncate": truncate, "detail": True}
+    inputs: list[Any] = list(texts or [])
+    if text_pairs:
+        inputs = [list(pair) for pair in zip(inputs, text_pairs, strict=True)]
+    body = {"inputs": inputs, "truncate": truncate, "detail": True}
     with open_client(url, api_key, as_json=as_json) as client:
         response: PredictResponse = client.post("/predict", params={"alias": alias}, json=body)
     if as_json:

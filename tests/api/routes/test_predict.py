@@ -12,6 +12,7 @@ from starlette.types import Message
 
 from services.api.app import create_app
 from services.api.serving.errors import EngineFailed, Overloaded, RequestTooLarge, UnusableText
+from services.shared.datasets import text as texts
 from tests.api.fakes import FakeStudent
 from tests.api.harness import JobDriver, Platform
 
@@ -48,6 +49,46 @@ def test_a_flat_list_is_a_batch_and_not_a_pair(client: TestClient) -> None:
 def test_teis_nested_batch_is_accepted(client: TestClient, offline: Platform) -> None:
     assert ask(client, inputs=[["好"], ["坏"]]).json() == [NEGATIVE_POSITIVE] * 2
     assert offline.predictor.seen == [["好", "坏"]]
+
+
+def test_pairs_and_chats_reach_the_model_in_every_form(
+    client: TestClient, offline: Platform
+) -> None:
+    pair = {"text": "好", "text_pair": "坏"}
+    chat = {"messages": [{"role": "user", "content": "好"}]}
+    assert ask(client, inputs=pair).json() == NEGATIVE_POSITIVE
+    assert ask(client, inputs=[pair, chat, "好"]).json() == [NEGATIVE_POSITIVE] * 3
+    assert ask(client, inputs=[["好", "坏"]]).json() == [NEGATIVE_POSITIVE]
+    both = [texts.Pair("好", "坏"), texts.Chat((texts.Message("user", "好"),))]
+    assert offline.predictor.seen == [both[:1], [*both, "好"], both[:1]]
+    response = client.post("/v1/classify", json={"input": [pair, chat]})
+    assert response.status_code == 200
+    assert offline.predictor.seen[-1] == both
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"text": "a\x08", "text_pair": "b"},
+        {"text": "a", "text_pair": "b\x08"},
+        {"messages": [{"role": "user", "content": "\x08"}]},
+    ],
+)
+def test_a_control_character_is_rejected_in_every_part(
+    client: TestClient, item: dict[str, Any]
+) -> None:
+    response = ask(client, inputs=["a", item])
+    assert response.status_code == 422
+    assert response.json()["errors"] == [
+        {"field": "inputs.1", "message": "Text 1 contains the control character U+0008."}
+    ]
+
+
+@pytest.mark.parametrize("item", [{"text": "a"}, {"messages": []}, ["a", "b", "c"], {"text": 1}])
+def test_a_half_pair_and_an_empty_chat_are_rejected_by_field(client: TestClient, item: Any) -> None:
+    response = ask(client, inputs=[item])
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"].startswith("inputs")
 
 
 def test_several_heads_give_a_map_by_head(client: TestClient) -> None:
@@ -118,7 +159,7 @@ def test_headers_name_the_version_and_the_stages(client: TestClient) -> None:
         {},
         {"inputs": []},
         {"inputs": 1},
-        {"inputs": [["a", "b"]]},
+        {"inputs": [["a", "b", "c"]]},
         {"inputs": [[]]},
         {"inputs": {"text": "a"}},
         {"inputs": "a", "truncation_direction": "Left"},

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType
+from services.shared.datasets.text import TextKind
 from services.shared.jobs.db.tables import DatasetRow, JobRow, ModelRow
 from services.shared.jobs.documents import ModelHeadDict
 from services.shared.jobs.errors import InvalidRequest
@@ -21,6 +22,9 @@ from services.shared.jobs.resolved_spec import (
 from services.shared.jobs.spec import DistillSpec, TeacherSpec, job_spec
 from services.shared.jobs.state import JobState
 
+# NULL in cards that were stored before there were other kinds.
+_TEXT_KIND = func.jsonb_extract_path_text(DatasetRow.card, "text_kind").label("text_kind")
+
 
 def load_references(
     session: Session, spec: TeacherSpec | DistillSpec, *, chained: ResolvedSpec | None = None
@@ -30,12 +34,14 @@ def load_references(
     `chained` is the teacher of a chain, whose job is not stored yet. Raises InvalidRequest naming the
     field of a reference that does not exist, and `heads` where those of the teacher differ.
     """
-    heads = _chosen_heads(spec, _card(session, spec.dataset_id, field="dataset_id"))
+    card = _card(session, spec.dataset_id, field="dataset_id")
+    heads = _chosen_heads(spec, card)
     if isinstance(spec, TeacherSpec):
         _check_model(session, spec.model.model_id, field="model.model_id")
         return References(heads)
-    _check_unlabelled(session, spec.distillation.unlabelled_dataset_ids)
+    _check_unlabelled(session, spec.distillation.unlabelled_dataset_ids, kind=card.text_kind)
     teacher = TeacherReference(heads=chained.heads) if chained else _teacher(session, spec)
+    _check_teacher_kind(session, spec, chained, kind=card.text_kind)
     _check_model(session, spec.student.model_id, field="student.model_id")
     if teacher.heads is not None:
         check_same_heads(heads, teacher.heads)
@@ -168,19 +174,52 @@ def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:
     return DatasetCard.model_validate(card)
 
 
-def _check_unlabelled(session: Session, dataset_ids: Sequence[str]) -> None:
-    """Raise InvalidRequest for the first dataset that does not exist. One query for all of them."""
-    known = set(
-        session.scalars(
-            select(DatasetRow.id).where(
-                DatasetRow.id.in_(dataset_ids), DatasetRow.deleted_at.is_(None)
-            )
-        )
+def _check_unlabelled(session: Session, dataset_ids: Sequence[str], *, kind: TextKind) -> None:
+    """Raise InvalidRequest for the first dataset that does not exist or has texts of another kind.
+
+    One query for all of them.
+    """
+    query = select(DatasetRow.id, _TEXT_KIND).where(
+        DatasetRow.id.in_(dataset_ids), DatasetRow.deleted_at.is_(None)
     )
+    kinds = {row.id: row.text_kind for row in session.execute(query)}
     for number, dataset_id in enumerate(dataset_ids):
-        if dataset_id not in known:
-            field = f"distillation.unlabelled_dataset_ids.{number}"
+        field = f"distillation.unlabelled_dataset_ids.{number}"
+        if dataset_id not in kinds:
             raise InvalidRequest(f"{field}: there is no dataset {dataset_id!r}", field=field)
+        found = TextKind(kinds[dataset_id] or TextKind.SINGLE)
+        if found is not kind:
+            raise InvalidRequest(
+                f"{field}: the texts of {dataset_id} are of the kind {found}, those of the labelled dataset {kind}",
+                field=field,
+            )
+
+
+def _check_teacher_kind(
+    session: Session, spec: DistillSpec, chained: ResolvedSpec | None, *, kind: TextKind
+) -> None:
+    """Raise InvalidRequest where the teacher's dataset has texts of another kind."""
+    if chained is not None:
+        dataset_id: str | None = chained.spec.dataset_id
+    elif spec.teacher.job_id is not None:
+        dataset_id = _dataset_of_job(session, spec.teacher.job_id)
+    elif spec.teacher.model_id is not None:
+        query = select(ModelRow.job_id).where(ModelRow.id == spec.teacher.model_id)
+        job_id = session.scalar(query)
+        dataset_id = None if job_id is None else _dataset_of_job(session, job_id)
+    else:
+        return  # a directory; the ranks compare
+    row = session.execute(select(_TEXT_KIND).where(DatasetRow.id == dataset_id)).one_or_none()
+    found = kind if row is None else TextKind(row.text_kind or TextKind.SINGLE)  # None: removed
+    if found is not kind:
+        raise InvalidRequest(
+            f"dataset_id: the teacher is trained on texts of the kind {found}, and those of this dataset are {kind}",
+            field="dataset_id",
+        )
+
+
+def _dataset_of_job(session: Session, job_id: str) -> str | None:
+    return session.scalar(select(JobRow.dataset_id).where(JobRow.id == job_id))
 
 
 def _check_model(session: Session, model_id: str | None, *, field: str) -> ModelRow | None:
