@@ -18,8 +18,8 @@ from services.api.serving.prediction import Prediction
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.datasets.card import Head
-from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.datasets.text import Text
+from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import NotFound
 from services.shared.jobs.projects import DEFAULT_PROJECT

@@ -18,6 +18,11 @@ def mark_types(ids: Sequence[int], types: Sequence[int]) -> list[int]:
     return [~token if kind else token for token, kind in zip(ids, types, strict=True)]
 
 
+def plain_ids(marked: Sequence[int]) -> list[int]:
+    """Return the token ids without their types."""
+    return [max(token, ~token) for token in marked]
+
+
 def unmark_types(marked: Ids) -> tuple[Ids, Ids | None]:
     """Return the token ids and their types, of equal shapes; the types are None where all are 0."""
     is_second = marked < 0

@@ -23,6 +23,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from services.shared.datasets.text import Text
+from services.shared.model.segments import plain_ids
 from services.shared.model.tokens import CHUNK_TEXTS, encode
 
 _BYTE_PIECE = re.compile(r"^<0x[0-9A-Fa-f]{2}>$")
@@ -52,7 +54,7 @@ class TrimmedVocabulary:
 
 
 def trim_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, keep: Collection[int] = ()
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], *, keep: Collection[int] = ()
 ) -> TrimmedVocabulary:
     """Return the tokenizer with the pieces that `texts` need, the ids of `keep` and the fallback pieces.
 
@@ -102,7 +104,7 @@ def special_ids(config: PretrainedConfig) -> dict[str, list[int]]:
     return found
 
 
-def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> float:
+def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> float:
     """Return the share of unknown tokens among all tokens of the texts; 0 where there are none."""
     total = unknown = 0
     for ids in _encoded(tokenizer, texts):
@@ -112,7 +114,7 @@ def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> f
 
 
 def changed_share(
-    full: PreTrainedTokenizerBase, trimmed: TrimmedVocabulary, texts: Sequence[str]
+    full: PreTrainedTokenizerBase, trimmed: TrimmedVocabulary, texts: Sequence[Text]
 ) -> float:
     """Return the share of the texts that the smaller vocabulary divides otherwise."""
     pairs = zip(_encoded(full, texts), _encoded(trimmed.tokenizer, texts), strict=True)
@@ -120,12 +122,13 @@ def changed_share(
     return changed / len(texts) if texts else 0.0
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Iterable[list[int]]:
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> Iterable[list[int]]:
     for start in range(0, len(texts), CHUNK_TEXTS):
-        yield from encode(texts[start : start + CHUNK_TEXTS], tokenizer, max_length=None)[0]
+        found, _ = encode(texts[start : start + CHUNK_TEXTS], tokenizer, max_length=None)
+        yield from map(plain_ids, found)
 
 
-def _used(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> set[int]:
+def _used(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> set[int]:
     used: set[int] = set()
     for ids in _encoded(tokenizer, texts):
         used.update(ids)
@@ -257,7 +260,7 @@ def _build(
 def _check_equal(
     full: PreTrainedTokenizerBase,
     trimmed: PreTrainedTokenizerBase,
-    texts: Sequence[str],
+    texts: Sequence[Text],
     kept: Sequence[int],
 ) -> None:
     """Raise NotTrimmable unless both divide the texts alike."""

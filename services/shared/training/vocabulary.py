@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Split
 from services.shared.datasets.split import text_key
+from services.shared.datasets.text import Text
 from services.shared.jobs.run_directory import RunDirectory, RunInput, write_json
 from services.shared.jobs.state import Reason
 from services.shared.model.tokens import load_tokenizer, read_rows
@@ -97,9 +98,9 @@ def trim_vocabulary(
     return kept
 
 
-def _training_texts(task: RunInput) -> list[str]:
+def _training_texts(task: RunInput) -> list[Text]:
     """Return the training texts and all unlabelled ones, but those that are held out."""
-    texts = read_rows(task.dataset_dir, Split.TRAIN, []).texts
+    texts = list(read_rows(task.dataset_dir, Split.TRAIN, []).texts)
     if not task.unlabelled_dirs:
         return texts
     held_out = {
