@@ -253,6 +253,7 @@ def _build(
         model_input_names=tokenizer.model_input_names,
         padding_side="right",
         truncation_side="right",
+        chat_template=tokenizer.chat_template,
         **special,
     )
 
