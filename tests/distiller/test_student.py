@@ -74,8 +74,8 @@ def test_a_student_may_start_from_a_directory_with_a_tokenizer_of_its_own(
     student, init = initialised(student={"path": "base"}, model_dir=teacher_dir)
     plain = load_classifier(teacher_dir)
     with torch.no_grad():
-        states = student.module(IDS, None, (1, 4))[TAPPED]
-        expected = plain(IDS, None, (1, 4))[TAPPED]
+        states = student.module(IDS, None, tap=(1, 4))[TAPPED]
+        expected = plain(IDS, None, tap=(1, 4))[TAPPED]
         # The directory gives the backbone; the heads are new.
         assert not torch.allclose(student.module(IDS)["topics"], plain(IDS)["topics"])
     torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-5)
