@@ -8,19 +8,21 @@ from services.api.settings import ApiSettings
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.paths import resolve_model
+from services.shared.jobs.planning.calculations import PlanRequest, answer_plan, planned_spec
 from services.shared.jobs.planning.model_shapes import read_heads
-from services.shared.jobs.planning.spec_to_plan import plan_resolved
 from services.shared.jobs.projects import DEFAULT_PROJECT, Access
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, check_same_heads
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
+from services.shared.sandbox.sandbox import Sandbox
 
 
 class Admission:
     """What happens to a spec before a job is stored: its references are resolved, its memory planned."""
 
-    def __init__(self, store: Store, settings: ApiSettings) -> None:
+    def __init__(self, store: Store, settings: ApiSettings, calculations: Sandbox) -> None:
         self._store = store
         self._settings = settings
+        self._calculations = calculations
 
     def resolve(
         self,
@@ -39,8 +41,13 @@ class Admission:
         return resolved
 
     def plan(self, resolved: ResolvedSpec) -> PlannedSpec:
-        """Return what to store with the job. Raises InvalidRequest, and DoesNotFit with the plan."""
-        return plan_resolved(resolved, self._settings)
+        """Return what to store with the job, calculated in a sandbox.
+
+        Raises InvalidRequest, DoesNotFit with the plan, and SandboxError.
+        """
+        settings = self._settings
+        request = PlanRequest(resolved, host_memory=settings.host_memory, engine=settings.engine)
+        return planned_spec(resolved, self._calculations.run(answer_plan, request))
 
 
 def check_directories(spec: TeacherSpec | DistillSpec, *, settings: ApiSettings) -> None:

@@ -14,6 +14,7 @@ from services.api.auth.keys import Keys
 from services.api.event_streams import EventStreams, StreamLimiter
 from services.api.limits.rate_limit import RateLimiters
 from services.api.limits.uploads import UploadLimiter
+from services.api.sandboxes import Sandboxes
 from services.api.serving.prediction import Prediction
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
@@ -89,6 +90,7 @@ class AppContext:
     admission: Admission
     keys: Keys
     metrics: Metrics
+    sandboxes: Sandboxes
     probes: Mapping[str, Probe] = field(default_factory=dict)
     rate_limiters: RateLimiters = field(default_factory=RateLimiters)
     upload_limiter: UploadLimiter = field(default_factory=UploadLimiter)

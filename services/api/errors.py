@@ -42,6 +42,7 @@ from services.shared.jobs.errors import (
     Unavailable,
 )
 from services.shared.memory import errors as memory
+from services.shared.sandbox.errors import LimitExceeded, SandboxBusy, SandboxError
 
 log = structlog.get_logger(__name__)
 
@@ -50,6 +51,7 @@ HANDLED_EXCEPTIONS: tuple[type[Exception], ...] = (
     StillhouseError,
     PredictionError,
     memory.InvalidInput,
+    SandboxError,
     DatasetRejected,
     RequestValidationError,
     HTTPException,
@@ -93,6 +95,8 @@ def to_problem(error: Exception) -> ProblemError:
         return _from_dataset(error)
     if isinstance(error, memory.InvalidInput):
         return invalid_field(error.field, str(error))
+    if isinstance(error, SandboxError):
+        return _from_sandbox(error)
     return _from_stillhouse(error)
 
 
@@ -123,6 +127,24 @@ def _from_stillhouse(error: Exception) -> ProblemError:
                 "A service that this request needs is temporarily unreachable; try again later.",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )
+    return ProblemError("internal", "An unexpected error; see the server's log.")
+
+
+def _from_sandbox(error: SandboxError) -> ProblemError:
+    match error:
+        case LimitExceeded():
+            return ProblemError(
+                "invalid-request",
+                f"Calculating the answer to this request {error}; send a smaller model, recipe or log.",
+            )
+        case SandboxBusy():
+            log.warning("calculations_busy", reason=str(error))
+            return ProblemError(
+                "unavailable",
+                "This server calculates as many plans and diagnoses as it can; try again later.",
+                headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            )
+    log.error("calculation_failed", reason=str(error))
     return ProblemError("internal", "An unexpected error; see the server's log.")
 
 

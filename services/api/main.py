@@ -23,6 +23,7 @@ from services.api.limits.rate_limit import create_rate_limiters
 from services.api.limits.uploads import UploadLimiter
 from services.api.logs import configure_logs
 from services.api.promotions import PromotionFeed
+from services.api.sandboxes import create_sandboxes
 from services.api.server import server_config
 from services.api.serving.predictor import Predictor
 from services.api.serving.settings import ServingSettings
@@ -66,15 +67,17 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     celery = make_celery(settings, socket_seconds=BROKER_SECONDS)
     sender = JobSender(lambda job_id, kind: send(celery, job_id, kind))
     feed = PromotionFeed(store, datasets_dir=settings.datasets_dir)
+    sandboxes = create_sandboxes(settings)
     predictor = Predictor(promotions=feed, registry=metrics.registry, listener=feed)
     context = AppContext(
         settings=settings,
         store=store,
         send=sender,
         predictor=predictor,
-        admission=Admission(store, settings),
+        admission=Admission(store, settings, sandboxes.calculations),
         keys=keys,
         metrics=metrics,
+        sandboxes=sandboxes,
         probes={
             "database": store.ping,
             "broker": lambda: depth(celery, "teacher"),
@@ -90,12 +93,14 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001
         if keys.is_empty:
             log.warning("api_keys_off", why="no keys file; listening on loopback only")
+        sandboxes.start()
         predictor.start()
         try:
             yield
         finally:
             await predictor.stop()
             sender.close()
+            sandboxes.close()
             store.engine.dispose()
 
     return create_app(context, lifespan=lifespan)

@@ -39,7 +39,18 @@ class ApiSettings(JobSettings):
     validation_memory_bytes: int = Field(
         2048 * MIB,
         ge=512 * MIB,
-        description="Address space limit of the process that reads a Parquet upload.",
+        description="Address space limit of the process that reads an upload.",
+    )
+    validation_seconds: float = Field(
+        1800.0, gt=0, description="CPU time limit of the process that reads an upload."
+    )
+    calculation_seconds: float = Field(
+        10.0, gt=0, description="CPU time limit of a memory plan or a diagnosis; 422 beyond it."
+    )
+    calculation_memory_bytes: int = Field(
+        1024 * MIB,
+        ge=256 * MIB,
+        description="Address space limit of the process that calculates a memory plan or a diagnosis.",
     )
     predict_per_second: float = Field(
         1000.0,

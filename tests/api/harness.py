@@ -14,6 +14,7 @@ from services.api.auth.keys import Keys
 from services.api.deps import Admission, AppContext
 from services.api.limits.rate_limit import RateLimiters
 from services.api.limits.uploads import UploadLimiter
+from services.api.sandboxes import Sandboxes
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.jobs.db.store import Store
@@ -22,6 +23,7 @@ from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
 from tests.api.fakes import FakeAdmission, FakePredictor
 from tests.factories import dataset_card, succeeded, write_artifact
+from tests.sandboxes import sandboxes
 
 
 @dataclass(kw_only=True)
@@ -39,6 +41,7 @@ class Platform:
     probes: dict[str, Callable[[], None]] = field(default_factory=dict)
     rate_limiters: RateLimiters = field(default_factory=RateLimiters)
     upload_limiter: UploadLimiter = field(default_factory=UploadLimiter)
+    sandboxes: Sandboxes | None = None  # instead of those that all tests share
 
     def context(self) -> AppContext:
         return AppContext(
@@ -49,6 +52,7 @@ class Platform:
             admission=self.admission or self.fake_admission,
             keys=self.keys,
             metrics=Metrics(),
+            sandboxes=self.sandboxes or sandboxes(),
             probes=self.probes,
             rate_limiters=self.rate_limiters,
             upload_limiter=self.upload_limiter,

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from services.api.admission import Admission
 from tests.api.fakes import FakeStudent
 from tests.api.harness import JobDriver
+from tests.sandboxes import sandboxes
 
 ONE_APP = settings(
     max_examples=int(os.environ.get("STILLHOUSE_FUZZ_EXAMPLES", "40")),
@@ -128,7 +129,7 @@ class Seeded:
 def seeded(desk: JobDriver, one_head: FakeStudent) -> Seeded:
     platform = desk.platform
     platform.predictor.students["default"] = one_head
-    platform.admission = Admission(platform.store, platform.settings)
+    platform.admission = Admission(platform.store, platform.settings, sandboxes().calculations)
     claim = desk.running()
     desk.fail(claim)
     model_id = desk.succeed(desk.running())

@@ -11,6 +11,7 @@ import pytest
 from services.api.admission import Admission
 from services.shared.jobs.planning.model_shapes import read_heads
 from tests.api.harness import JobDriver
+from tests.sandboxes import sandboxes
 
 CONFIG = {
     "model_type": "qwen3",
@@ -31,7 +32,7 @@ def client(desk: JobDriver, tmp_path: Path) -> Any:
     settings.models_dir.mkdir()
     (settings.data_dir / "outside").mkdir()
     (settings.data_dir / "outside" / "config.json").write_text(json.dumps(CONFIG))
-    desk.platform.admission = Admission(desk.store, settings)
+    desk.platform.admission = Admission(desk.store, settings, sandboxes().calculations)
     return desk.platform.client()
 
 

@@ -15,6 +15,7 @@ from services.api.problems import PROBLEM_TYPES
 from services.shared.jobs import errors as shared
 from tests.api.harness import Platform
 from tests.factories import plan_document
+from tests.sandboxes import sandboxes
 
 TEACHER = {"kind": "teacher", "dataset_id": "ds_1", "model": {"path": "base"}}
 
@@ -168,7 +169,7 @@ def test_long_client_input_is_not_echoed(client: TestClient) -> None:
 def test_long_paths_and_values_are_truncated_in_problems(
     client: TestClient, offline: Platform
 ) -> None:
-    offline.admission = Admission(offline.store, offline.settings)
+    offline.admission = Admission(offline.store, offline.settings, sandboxes().calculations)
     body = {**TEACHER, "model": {"path": "x" * 200_000}}
     response = offline.client().post("/jobs", json=body)
     assert fields(assert_problem(response, "invalid-request")) == ["model.path"]

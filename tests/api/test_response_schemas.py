@@ -20,6 +20,7 @@ from services.shared.memory.forensics.diagnose import diagnose
 from tests.api.harness import JobDriver
 from tests.api.schema_check import SchemaCheck
 from tests.factories import TINY_QWEN3, TINY_STUDENT, diagnosis_document, plan_document
+from tests.sandboxes import sandboxes
 
 REPORTS = json.loads((Path(__file__).parents[1] / "data" / "oom_reports.json").read_text())
 TEACHER = {"config": TINY_QWEN3, "tokenizer": {"train": True}}
@@ -39,7 +40,9 @@ FAILURE: FailureDict = {
 @pytest.fixture
 def client(desk: JobDriver) -> TestClient:
     """A client of the platform that plans jobs as the server does."""
-    desk.platform.admission = Admission(desk.store, desk.platform.settings)
+    desk.platform.admission = Admission(
+        desk.store, desk.platform.settings, sandboxes().calculations
+    )
     desk.client = desk.platform.client()
     return desk.client
 

@@ -22,6 +22,7 @@ from fastapi import FastAPI
 from services.api.app import create_app
 from services.api.auth.keys import Keys
 from services.api.deps import AppContext
+from services.api.sandboxes import create_sandboxes
 from services.api.serving.active_models import ActiveModel
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.prediction import FloatArray
@@ -85,6 +86,7 @@ def main() -> None:
         admission=unused,
         keys=Keys({}),
         metrics=metrics,
+        sandboxes=create_sandboxes(settings),
     )
 
     @asynccontextmanager

@@ -17,6 +17,7 @@ from services.shared.datasets.ingest import ingest
 from services.shared.datasets.sandbox import ingest_in_sandbox, preview_in_sandbox
 from services.shared.datasets.upload import DatasetRejected, Format, Layout
 from tests.datasets.shapes import archive, jsonl, rows, table
+from tests.sandboxes import validations
 
 LAYOUT = Layout.model_validate({"heads": [{"name": "mood"}]})
 ZEROS = bytes(100 * 2**20)
@@ -107,19 +108,19 @@ def test_a_workbook_that_understates_its_size_is_stopped_by_the_sandbox(tmp_path
     upload.write_bytes(file.getvalue())
     with pytest.raises(DatasetRejected, match="unpacks to more than 536,870,912 bytes"):
         ingest_in_sandbox(
+            validations(),
             upload,
             layout=LAYOUT,
             id="ds_1",
             name="x",
             datasets_dir=tmp_path / "datasets",
-            memory_bytes=2**30,
         )
 
 
 def test_a_preview_in_the_sandbox_equals_one_outside(tmp_path: Path) -> None:
     upload = tmp_path / "upload"
     upload.write_bytes(gzip.compress(jsonl(rows())))
-    shown = preview_in_sandbox(upload, layout=Layout(), memory_bytes=2**30, filename="a.gz")
+    shown = preview_in_sandbox(validations(), upload, layout=Layout(), filename="a.gz")
     assert shown.command == "stillhouse datasets add a.gz --head mood"
     assert shown.label_counts == {"mood": {"good": 20, "bad": 20}}
     assert [path.name for path in tmp_path.iterdir()] == ["upload"]
@@ -130,13 +131,13 @@ def test_a_rejection_in_the_sandbox_keeps_what_was_found(tmp_path: Path) -> None
     upload.write_bytes(gzip.compress(json.dumps([{"review": "a", "mood": "b"}]).encode()))
     with pytest.raises(DatasetRejected) as rejected:
         ingest_in_sandbox(
+            validations(),
             upload,
             format=Format.JSON,
             layout=LAYOUT,
             id="ds_1",
             name="x",
             datasets_dir=tmp_path / "datasets",
-            memory_bytes=2**30,
         )
     assert rejected.value.found == "json in gzip, encoding utf-8, columns 'review', 'mood'"
     assert rejected.value.command.startswith("stillhouse datasets add FILE --text-column review")

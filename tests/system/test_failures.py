@@ -34,6 +34,7 @@ from services.shared.memory.recipe import Engine
 from services.shared.training.sharding.shard import default_engine
 from tests.api.fakes import FakePredictor
 from tests.conftest import make_cgroup, remove_cgroup
+from tests.sandboxes import sandboxes
 
 HERE = Path(__file__).parent
 MIB = 2**20
@@ -99,9 +100,10 @@ def client(settings: ApiSettings, store: Store) -> TestClient:
         store=store,
         send=lambda *_: True,
         predictor=FakePredictor(),
-        admission=Admission(store, settings),
+        admission=Admission(store, settings, sandboxes().calculations),
         keys=Keys({}),
         metrics=Metrics(),
+        sandboxes=sandboxes(),
     )
     return TestClient(create_app(context), base_url="http://127.0.0.1:8000")
 

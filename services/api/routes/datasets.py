@@ -36,14 +36,8 @@ from services.api.limits.body import text_fault
 from services.api.openapi import links, problems
 from services.api.problems import ProblemError, invalid_field
 from services.api.settings import ApiSettings
-from services.shared.datasets.card import DatasetCard
-from services.shared.datasets.ingest import ingest
-from services.shared.datasets.preview import Preview, preview
-from services.shared.datasets.sandbox import (
-    ingest_in_sandbox,
-    is_small_text,
-    preview_in_sandbox,
-)
+from services.shared.datasets.preview import Preview
+from services.shared.datasets.sandbox import ingest_in_sandbox, preview_in_sandbox
 from services.shared.datasets.upload import Format, Layout
 from services.shared.files.directory_size import directory_bytes
 from services.shared.jobs.db.store import Store
@@ -229,13 +223,14 @@ def _store(
         raise invalid_field("file", f"The file name {fault}; give a `name`.")
     settings = context.settings
     with _copied(file, settings) as upload:
-        card = _ingest(
+        card = ingest_in_sandbox(
+            context.sandboxes.validations,
             upload,
             format=form.format,
             layout=form,
             id=dataset_id,
             name=name,
-            settings=settings,
+            datasets_dir=settings.datasets_dir,
             filename=_shown_name(filename),
         )
     try:
@@ -249,14 +244,12 @@ def _store(
 def _preview(file: UploadFile, form: DatasetForm, context: AppContext) -> Preview:
     filename = _shown_name(file.filename or "")
     with _copied(file, context.settings) as upload:
-        if is_small_text(upload):
-            return preview(upload, format=form.format, layout=form, filename=filename)
         return preview_in_sandbox(
+            context.sandboxes.validations,
             upload,
             format=form.format,
             layout=form,
             filename=filename,
-            memory_bytes=context.settings.validation_memory_bytes,
         )
 
 
@@ -273,36 +266,3 @@ def _shown_name(filename: str) -> str:
     """Return the file name for the command in a message."""
     name = PurePath(filename).name[:200]
     return "FILE" if not name or text_fault(name) else name
-
-
-def _ingest(
-    upload: Path,
-    *,
-    format: Format | None,
-    layout: Layout,
-    id: str,
-    name: str,
-    settings: ApiSettings,
-    filename: str,
-) -> DatasetCard:
-    directory = settings.datasets_dir
-    if is_small_text(upload):
-        return ingest(
-            upload,
-            format=format,
-            layout=layout,
-            id=id,
-            name=name,
-            datasets_dir=directory,
-            filename=filename,
-        )
-    return ingest_in_sandbox(
-        upload,
-        format=format,
-        layout=layout,
-        id=id,
-        name=name,
-        datasets_dir=directory,
-        memory_bytes=settings.validation_memory_bytes,
-        filename=filename,
-    )

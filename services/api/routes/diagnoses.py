@@ -9,17 +9,18 @@ from fastapi import APIRouter, Body, Depends
 
 from services.api.auth.callers import requires
 from services.api.auth.keys import Scope
+from services.api.deps import CallerDep, ContextDep
 from services.api.limits.body import screen_json
 from services.api.openapi import problems
 from services.shared.jobs.document_schema import Document
+from services.shared.jobs.planning.calculations import answer_diagnosis, diagnosis_of
 from services.shared.memory.forensics.case import Case
-from services.shared.memory.forensics.diagnose import diagnose
 from services.shared.memory.forensics.diagnosis import DiagnosisDict
 
 router = APIRouter(
     tags=["diagnoses"],
     dependencies=[Depends(requires(Scope.READ)), Depends(screen_json)],
-    responses=problems(400, 401, 403, 413, 422, 429, 500),
+    responses=problems(400, 401, 403, 413, 422, 429, 500, 503),
 )
 
 _FIELDS = ", ".join(field.name for field in fields(Case) if field.name != "ignored")
@@ -41,6 +42,9 @@ CaseBody = Annotated[
 
 
 @router.post("/diagnoses", operation_id="diagnose")
-def diagnose_case(case: CaseBody) -> Document[DiagnosisDict]:
+def diagnose_case(
+    case: CaseBody, caller: CallerDep, context: ContextDep
+) -> Document[DiagnosisDict]:
     """Diagnose an out-of-memory error: its cause, the confidence in it, and remedies."""
-    return diagnose(Case.from_dict(case)).to_dict()
+    calculations = context.sandboxes.calculations
+    return diagnosis_of(calculations.run(answer_diagnosis, case, caller=caller.id))

@@ -8,6 +8,7 @@ import pytest
 
 from services.api.admission import Admission
 from tests.api.harness import JobDriver
+from tests.sandboxes import sandboxes
 
 CONFIG = {
     "model_type": "qwen3",
@@ -27,7 +28,7 @@ SMALL = {"device": "cpu", "device_memory": "1KiB"}  # nothing fits into it
 def chain(desk: JobDriver) -> dict[str, Any]:
     """A chain that fits; the desk's server plans in earnest."""
     settings = desk.platform.settings
-    desk.platform.admission = Admission(desk.store, settings)
+    desk.platform.admission = Admission(desk.store, settings, sandboxes().calculations)
     desk.client = desk.platform.client()
     resources = {"device": "cpu", "device_memory": "8GiB"}
     model = {"config": CONFIG, "tokenizer": {"train": True}}

@@ -212,7 +212,7 @@ def test_a_full_disk_is_reported(platform: Platform, monkeypatch: pytest.MonkeyP
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(datasets, "ingest", full)
+    monkeypatch.setattr(datasets, "ingest_in_sandbox", full)
     response = upload(platform.client(), jsonl(rows()))
     assert (response.status_code, response.json()["type"]) == (
         507,

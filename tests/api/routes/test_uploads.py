@@ -14,7 +14,8 @@ from services.api.app import create_app
 from services.api.limits.uploads import UploadLimiter
 from services.api.routes import datasets
 from services.shared.datasets.card import DatasetCard
-from services.shared.datasets.ingest import ingest
+from services.shared.datasets.sandbox import ingest_in_sandbox
+from services.shared.sandbox.sandbox import Sandbox
 from tests.api.harness import Platform
 
 FORM = {"heads": '[{"name": "mood"}]'}
@@ -30,14 +31,14 @@ class GatedIngest:
         self.lock = threading.Lock()
         self.active = self.max_active = 0
 
-    def __call__(self, upload: Path, **fields: Any) -> DatasetCard:
+    def __call__(self, sandbox: Sandbox, upload: Path, **fields: Any) -> DatasetCard:
         with self.lock:
             self.active += 1
             self.max_active = max(self.max_active, self.active)
         self.entered.release()
         assert self.open.wait(60)
         try:
-            return ingest(upload, **fields)
+            return ingest_in_sandbox(sandbox, upload, **fields)
         finally:
             with self.lock:
                 self.active -= 1
@@ -46,7 +47,7 @@ class GatedIngest:
 @pytest.fixture
 def gated_ingest(monkeypatch: pytest.MonkeyPatch) -> GatedIngest:
     gated = GatedIngest()
-    monkeypatch.setattr(datasets, "ingest", gated)
+    monkeypatch.setattr(datasets, "ingest_in_sandbox", gated)
     return gated
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import cast
+from typing import Literal, Protocol, cast
 
 import structlog
 from pydantic import BaseModel, ValidationError
@@ -19,7 +19,6 @@ from services.shared.jobs.errors import DoesNotFit, InvalidRequest
 from services.shared.jobs.planning.model_shapes import ENCODERS, Teacher, model_of, teacher_of
 from services.shared.jobs.planning.spec_changes import split_changes
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, Unplanned
-from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, Training
 from services.shared.memory import hardware, recipe
 from services.shared.memory.architecture import shape
@@ -39,6 +38,15 @@ log = structlog.get_logger(__name__)
 _SHARED = tuple(name for name in Recipe.model_fields if name in recipe.Recipe.__dataclass_fields__)
 
 
+class MachineSettings(Protocol):
+    """What a plan reads of `JobSettings`."""
+
+    @property
+    def host_memory(self) -> str | None: ...
+    @property
+    def engine(self) -> Literal["fsdp1", "fsdp2"] | None: ...
+
+
 @dataclass(frozen=True)
 class JobPlan:
     """The plan of one job, and the recipe it will run with: `auto` is resolved here."""
@@ -47,7 +55,7 @@ class JobPlan:
     recipe: Recipe
 
 
-def plan_resolved(resolved: ResolvedSpec, settings: JobSettings) -> PlannedSpec:
+def plan_resolved(resolved: ResolvedSpec, settings: MachineSettings) -> PlannedSpec:
     """Plan a job with what this server knows of its models and its machine.
 
     A model of unknown shape, or one whose activations have not been worked out, is not an error: it
@@ -211,7 +219,7 @@ def to_spec_changes(changes: Changes, base: recipe.Recipe) -> RecipeFields | Non
     return found
 
 
-def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardware.Hardware:
+def machine_of(spec: TeacherSpec | DistillSpec, settings: MachineSettings) -> hardware.Hardware:
     """Return the hardware that a spec declares. Raises InvalidInput."""
     resources = spec.resources
     named = resources.host_memory or settings.host_memory
@@ -236,7 +244,7 @@ def machine_of(spec: TeacherSpec | DistillSpec, settings: JobSettings) -> hardwa
     )
 
 
-def engine_of(settings: JobSettings) -> recipe.Engine:
+def engine_of(settings: MachineSettings) -> recipe.Engine:
     """Return what shards on the ranks: as set, or as the torch that is installed here would."""
     if settings.engine is not None:
         return recipe.Engine(settings.engine)

@@ -1,0 +1,1 @@
+"""Calls of our own functions in processes that the kernel limits and ends."""
