@@ -101,3 +101,30 @@ def test_weights_that_fit_only_in_two_bytes_name_the_dtype() -> None:
 def test_a_name_states_the_number_of_parameters(name: str, billions: float | None) -> None:
     found = parameters_in_name(name)
     assert found == (None if billions is None else pytest.approx(billions * 1e9, rel=0.01))
+
+
+def test_a_server_that_fills_the_card_at_its_start_is_named() -> None:
+    frame = '  File "vllm/v1/worker/gpu_worker.py", line 185, in determine_available_memory\n'
+    found = diagnosis(frame + FULL_CARD)
+    assert (found.cause, found.confidence) == (Cause.SERVING_START_UP, Confidence.LIKELY)
+
+
+def test_a_refusal_while_pinning_is_one_of_the_host() -> None:
+    frame = '  File "stage3.py", line 12, in __init__\n    buffer = torch.empty(n).pin_memory()\n'
+    found = diagnosis(frame + "RuntimeError: CUDA error: out of memory")
+    assert found.cause is Cause.PINNED_MEMORY
+
+
+def test_a_state_beyond_the_card_is_why_before_any_activation_is() -> None:
+    found = diagnosis(
+        BACKWARD + FULL_CARD, model_name="Qwen3-32B", ranks=4, sharding_strategy="ZeRO-3"
+    )
+    assert (found.cause, found.confidence) == (Cause.CAPACITY, Confidence.LIKELY)
+    assert len({(h.cause, h.what) for h in found.hypotheses}) == len(found.hypotheses)
+
+
+def test_generation_on_a_card_that_its_weights_fill_is_left_open() -> None:
+    frame = '  File "generate.py", line 3, in generate\n'
+    found = diagnosis(frame + FULL_CARD, model={"num_parameters": 36_000_000_000}, ranks=1)
+    assert found.confidence is Confidence.UNDECIDED
+    assert {Cause.LOGITS_OR_ACTIVATIONS, Cause.CAPACITY} <= left(found)

@@ -114,6 +114,13 @@ class Evidence:
         return max((self.case.step or 1) - 1, self.log.completed_steps or 0)
 
     @property
+    def is_inference(self) -> bool:
+        """Whether the job generates without training: it has no gradients and no optimizer."""
+        generates = Site.GENERATING in self.sites and Site.EVALUATING not in self.sites
+        trains = self.optimizer is not None or self.finished_steps > 0
+        return self.phase is FailurePhase.EVALUATE and generates and not trains
+
+    @property
     def replicates(self) -> bool:
         """Whether the configuration puts the whole model on every rank."""
         unsharded = self.sharding is Sharding.NONE and self.framework is not None

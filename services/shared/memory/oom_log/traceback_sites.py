@@ -22,6 +22,8 @@ class Site(str, Enum):
     EVALUATING = "evaluating"
     GENERATING = "generating"
     COLLECTIVE = "collective"
+    SERVER_START = "server_start"  # an inference server loads, profiles or reserves its cache
+    PINNING = "pinning"  # locking host memory
 
     __str__ = str.__str__
 
@@ -45,6 +47,15 @@ class Note(str, Enum):
 
 
 _SITES: tuple[tuple[Site, str], ...] = (
+    (
+        Site.SERVER_START,
+        r"determine_(?:available_memory|num_available_blocks)|, in profile_run\b|capture_model\b"
+        r"|_?initialize_kv_caches?\b|init_memory_pool|init_cuda_graphs|init_device_graphs"
+        r"|(?:vllm|sglang|lmdeploy)/[\w/.]{0,80}(?:model_loader|load_model)"
+        r"|(?:vllm|sglang)/[\w/.]{0,80}, line [0-9]{1,6}, in load_model"
+        r"|text_generation_server/[\w/.\", ]{0,80}line [0-9]{1,6}, in warmup",
+    ),
+    (Site.PINNING, r"\bpin_memory\("),
     (
         Site.LOADING,
         r"from_pretrained|load_state_dict|set_module_tensor_to_device|load_checkpoint"
@@ -80,7 +91,8 @@ _SITES: tuple[tuple[Site, str], ...] = (
         Site.SAVING,
         r"save_checkpoint|save_model|save_pretrained|_save_to_state_dict|full_state_dict"
         r"|get_state_dict|get_model_state_dict|\.state_dict\(|Failed to clone\(\) tensor"
-        r"|, in state_dict\b",
+        r"|, in state_dict\b|_zero3_consolidated|summon_full_params|\.full_tensor\(|optim_state_dict"
+        r"|\btorch\.save\(|, in save_state\b|_load_optimizer_and_scheduler|load_optimizer_state",
     ),
     (Site.EVALUATING, r"evaluation_loop|prediction_step|, in evaluate\b"),
     (Site.GENERATING, r", in generate\b|\.generate\("),

@@ -84,7 +84,7 @@ def test_a_bucket_of_ddp_closes_at_25_mib() -> None:
 def test_logits_are_found_where_the_micro_batch_is_not_given() -> None:
     found = matched(printed(3 * 2000 * 32_000 * 4), LLAMA_7B, sequence_length=2000)
     exact = [c for c in found if c.match is Match.EXACT]
-    assert {(c.role, c.tokens, c.dtype) for c in exact} == {(Role.LOGITS, 6000, "float32")}
+    assert (Role.LOGITS, 6000, "float32") in {(c.role, c.tokens, c.dtype) for c in exact}
 
 
 def test_attention_scores_are_found_where_the_micro_batch_is_not_given() -> None:

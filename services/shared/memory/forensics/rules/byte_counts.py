@@ -26,6 +26,8 @@ from services.shared.memory.sizes import format_size
 # Training state above this share of the device leaves no room for a step: gathered units and the
 # activations of a short micro-batch take at least a third of what such a state takes.
 _FULL_STATE_SHARE = 0.60
+# Weights above this share leave no room for the cache and the logits of one long prompt.
+_FULL_WEIGHTS_SHARE = 0.90
 
 
 _KILL_CODES = (-9, 137)
@@ -231,6 +233,17 @@ def unsharded_training(evidence: Evidence, needs: Needs | None) -> Hypothesis | 
     return Hypothesis(Cause.NOT_SHARDED, what, strength, reasons=tuple(reasons))
 
 
+def state_beyond_card(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
+    """Match a training state that is more than the device, whatever the request was."""
+    found = capacity(evidence, needs)
+    card = evidence.accounts.usable_bytes or evidence.card_bytes
+    if found is None or needs is None or not card or not needs.rank_state_bytes:
+        return None
+    training = evidence.phase not in (FailurePhase.LOAD, FailurePhase.SAVE, FailurePhase.EVALUATE)
+    known = evidence.framework is not None or evidence.ranks == 1
+    return found if training and known and needs.rank_state_bytes > card else None
+
+
 def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """Match a training state that, sharded as configured, fills the device."""
     card = evidence.accounts.usable_bytes or evidence.card_bytes
@@ -254,9 +267,19 @@ def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         if not needs.sharded_state_bytes:
             return None  # neither ranks nor sharding are known: `remainder` leaves it open
         held = needs.sharded_state_bytes  # sharding is not known: assume the best case
+    if evidence.is_inference:
+        return _weights_of_inference(needs, card)
     text = (
         f"parameters, gradients and optimizer take {format_size(held)} a rank at "
         f"{needs.bytes_per_parameter} bytes a parameter, of {format_size(card)} usable"
     )
     make = likely if held >= _FULL_STATE_SHARE * card else possible
     return make(Cause.CAPACITY, what, text)
+
+
+def _weights_of_inference(needs: Needs, card: int) -> Hypothesis:
+    """Return how far the weights alone fill the card: inference has no gradients and no optimizer."""
+    held = needs.sharded_weights_bytes or needs.whole_weights_bytes
+    text = f"the weights take {format_size(held)} of {format_size(card)} usable"
+    make = likely if held >= _FULL_WEIGHTS_SHARE * card else possible
+    return make(Cause.CAPACITY, "the job needs more than the card has", text)

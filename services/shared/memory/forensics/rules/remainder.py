@@ -19,6 +19,8 @@ from services.shared.memory.sizes import format_size
 
 # A state below this share of what was allocated leaves the larger part to activations.
 _SMALL_STATE = 0.5
+# A state that is complete, of frozen weights alone, leaves the rest to activations from here on.
+_COMPLETE_STATE = 0.8
 # A state below this share of the card cannot be why a job does not fit, with gathers and copies on top.
 _NEGLIGIBLE_STATE = 0.25
 # Weights below this share of the card are not why loading them failed: one more copy would fit.
@@ -50,12 +52,13 @@ def longer_batch(evidence: Evidence, _needs: Needs | None) -> Hypothesis | None:
 
 def activations_beyond_state(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     """Match a step in which the larger part of what was allocated cannot be state."""
-    held = needs.rank_state_bytes if needs else None
+    held = _state_held(evidence, needs)
     filled = evidence.accounts.allocated_bytes or _card(evidence)
-    in_a_step = evidence.phase in (FailurePhase.FORWARD, FailurePhase.BACKWARD)
-    if not held or not filled or not in_a_step or not _runs_on_device(evidence):
+    if not held or not filled or not _runs_on_device(evidence):
         return None
-    if held > _SMALL_STATE * filled or evidence.offloads:
+    complete = evidence.trains_adapters or evidence.phase is FailurePhase.EVALUATE
+    most = (_COMPLETE_STATE if complete else _SMALL_STATE) * filled
+    if held > most or evidence.offloads:
         return None
     text = (
         f"of {format_size(filled)} at most {format_size(held)} are parameters, gradients and "
@@ -66,6 +69,18 @@ def activations_beyond_state(evidence: Evidence, needs: Needs | None) -> Hypothe
         more = f"if nothing was sharded the state is {format_size(unsharded)}"
         return possible(Cause.LOGITS_OR_ACTIVATIONS, BATCH_ACTIVATIONS, text, more)
     return likely(Cause.LOGITS_OR_ACTIVATIONS, BATCH_ACTIVATIONS, text)
+
+
+def _state_held(evidence: Evidence, needs: Needs | None) -> int | None:
+    """Return the most that a rank's state can be in a step or in inference; None in other phases."""
+    if needs is None:
+        return None
+    if evidence.phase in (FailurePhase.FORWARD, FailurePhase.BACKWARD):
+        return needs.rank_state_bytes
+    if evidence.phase is FailurePhase.EVALUATE:
+        divided = needs.sharded_weights_bytes if evidence.shards_parameters else None
+        return divided or needs.whole_weights_bytes
+    return None
 
 
 def _unsharded_bytes(evidence: Evidence, needs: Needs | None) -> int | None:

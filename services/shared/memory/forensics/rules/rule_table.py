@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.shared.memory.forensics.diagnosis import Hypothesis
+from services.shared.memory.forensics.diagnosis import Cause, Hypothesis
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.rules import (
     byte_counts,
@@ -24,7 +24,11 @@ Rule = Callable[[Evidence, Needs | None], Hypothesis | None]
 def hypotheses_from_rules(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesis, ...]:
     """Return the hypotheses that the evidence supports, in order of precedence."""
     answers = (rule(evidence, needs) for rule in _RULES)
-    return tuple(answer for answer in answers if answer is not None)
+    distinct: dict[tuple[Cause, str], Hypothesis] = {}
+    for answer in answers:
+        if answer is not None:
+            distinct.setdefault((answer.cause, answer.what), answer)
+    return tuple(distinct.values())
 
 
 def _ignoring_needs(rule: Callable[[Evidence], Hypothesis | None]) -> Rule:
@@ -45,6 +49,8 @@ _RULES: tuple[Rule, ...] = (
     _ignoring_needs(signals.driver_refusal),
     _ignoring_needs(signals.outside_allocator),
     _ignoring_needs(signals.device_mostly_foreign),
+    remainder.weights_beyond_card,
+    _ignoring_needs(texts.server_start),
     byte_counts.host_memory_while_loading,
     byte_counts.whole_model_while_loading,
     _ignoring_needs(signals.float32_upcast),
@@ -52,8 +58,8 @@ _RULES: tuple[Rule, ...] = (
     byte_counts.checkpoint_gather,
     byte_counts.unsharded_load,
     byte_counts.unsharded_training,
-    remainder.weights_beyond_card,
     remainder.float32_weights,
+    byte_counts.state_beyond_card,
     _ignoring_needs(signals.activations),
     _ignoring_needs(signals.evaluation_outputs),
     _ignoring_needs(signals.optimizer_temporaries),

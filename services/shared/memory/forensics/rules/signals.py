@@ -22,6 +22,8 @@ _PLENTY = 4
 # public messages they exceed the request with an ordinary cause, in the fragmented ones the share
 # was 0.10 to 0.36 (2026-11).
 _FRAGMENTED_SHARE = 0.10
+# Below this share what is cached is the rest of segments, as in any job.
+_ORDINARY_SHARE = 0.02
 
 
 def probe_found_single_unit(evidence: Evidence) -> Hypothesis | None:
@@ -40,7 +42,7 @@ def driver_refusal(evidence: Evidence) -> Hypothesis | None:
         return None
     if message.kind is MessageKind.DRIVER:
         text = f"the driver refused below torch's allocator: {excerpt(message.text, 0, 100)}"
-        if evidence.offloads:
+        if evidence.offloads or Site.PINNING in evidence.sites:
             more = "with offloading such a message usually means pinned host memory, not the card"
             return likely(Cause.PINNED_MEMORY, "pinned host memory or its limit", text, more)
         if message.format_id in ("X3", "P4"):
@@ -158,9 +160,14 @@ def single_unit_policy(evidence: Evidence) -> Hypothesis | None:
 
 
 def evaluation_outputs(evidence: Evidence) -> Hypothesis | None:
-    """Match a failure in evaluation, where only outputs accumulate."""
+    """Match a failure in evaluation, where only outputs accumulate, or in generation."""
     if evidence.phase is not FailurePhase.EVALUATE:
         return None
+    words = (evidence.case.phase or "").lower()
+    generating = re.search(r"generat|infer|rollout", words) or Site.GENERATING in evidence.sites
+    if Site.EVALUATING not in evidence.sites and generating:
+        text = "generation keeps keys and values of every token, and logits of the prompt"
+        return possible(Cause.LOGITS_OR_ACTIVATIONS, "cache and logits of generation", text)
     text = "evaluation keeps no gradients: what grows there are logits gathered on the card"
     return likely(Cause.LOGITS_OR_ACTIVATIONS, "outputs kept while evaluating", text)
 
@@ -245,6 +252,7 @@ def fragmentation(evidence: Evidence) -> Hypothesis | None:
         or not requested
         or not total
         or cached + (accounts.free_bytes or 0) < requested
+        or cached < _ORDINARY_SHARE * total
         or not accounts.fits_if_defragmented
     ):
         return None

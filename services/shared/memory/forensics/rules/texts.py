@@ -12,6 +12,7 @@ from services.shared.memory.forensics.diagnosis import (
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 from services.shared.memory.oom_log.message_parser import excerpt
+from services.shared.memory.oom_log.traceback_sites import Site
 from services.shared.memory.sizes import GIB, format_size
 
 # Contexts of idle ranks on one card are alike to a few percent: the same libraries were loaded.
@@ -19,6 +20,7 @@ _ALIKE = 0.05
 # A context with its libraries and collectives; more than this is another job.
 _LARGEST_CONTEXT = 4 * GIB
 _MPS_FULL = 0.9  # of the watermark
+_OF_THE_DEVICE = (MessageKind.ALLOCATOR, MessageKind.PROSE, MessageKind.DRIVER)
 
 
 def named_component(evidence: Evidence) -> Hypothesis | None:
@@ -49,6 +51,18 @@ def _serving(evidence: Evidence, text: str) -> Hypothesis:
     used = format_size(max(0, accounts.total_bytes - accounts.free_bytes))
     what = "the card was in use when the server started"
     return likely(Cause.OTHER_PROCESS, what, f"{used} of the card were taken before", text)
+
+
+def server_start(evidence: Evidence) -> Hypothesis | None:
+    """Match a card that filled while an inference server loaded, profiled or reserved its cache."""
+    message = evidence.message
+    if message is None or Site.SERVER_START not in evidence.sites:
+        return None
+    if message.kind not in _OF_THE_DEVICE or evidence.accounts.foreign_bytes:
+        return None
+    what = "weights, warm-up and cache of the server take more than the card"
+    text = "it failed while the server loaded its weights, profiled or reserved its cache"
+    return likely(Cause.SERVING_START_UP, what, text)
 
 
 def own_ranks_on_card(evidence: Evidence) -> Hypothesis | None:
