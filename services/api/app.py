@@ -15,17 +15,20 @@ from services.api.fast_route import FastRoute, FastRouteMiddleware
 from services.api.limits.body import BodyLimitMiddleware
 from services.api.openapi import install_openapi
 from services.api.routes import (
+    audit,
     classify,
     datasets,
     diagnoses,
     health,
     jobs,
+    maintenance,
     models,
     plans,
     predict,
     runs,
 )
 from services.api.telemetry import ModelInfoCollector, PlanErrorCollector, TelemetryMiddleware
+from services.api.writes import AuditMiddleware, MaintenanceMiddleware
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -50,6 +53,8 @@ def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> Fast
         runs.router,
         diagnoses.router,
         models.router,
+        audit.router,
+        maintenance.router,
         health.router,
     ):
         app.include_router(router)
@@ -57,6 +62,8 @@ def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> Fast
     install_openapi(app, models=[problems.Problem, datasets.DatasetForm])
     context.metrics.registry.register(ModelInfoCollector(context.predictor))
     context.metrics.registry.register(PlanErrorCollector(context.store.plan_errors))
+    app.add_middleware(AuditMiddleware)
+    app.add_middleware(MaintenanceMiddleware)
     app.add_middleware(AuthenticationMiddleware)
     prediction_routes = [*predict.router.routes, *classify.router.routes]
     app.add_middleware(
@@ -76,5 +83,6 @@ _TAGS = [
     {"name": "diagnoses", "description": "Explain out-of-memory errors."},
     {"name": "models", "description": "Model registry, evaluation gate and promotions."},
     {"name": "predict", "description": "Classify texts with the promoted student."},
+    {"name": "operations", "description": "Audit log and maintenance mode."},
     {"name": "health", "description": "Probes, status and metrics."},
 ]

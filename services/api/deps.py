@@ -20,7 +20,9 @@ from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
 from services.shared.datasets.card import Head
 from services.shared.datasets.text import Text
+from services.shared.jobs.db.audit import AuditLog
 from services.shared.jobs.db.lifecycle_store import LifecycleStore
+from services.shared.jobs.db.maintenance import Maintenance
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import NotFound
 from services.shared.jobs.projects import DEFAULT_PROJECT
@@ -94,6 +96,8 @@ class AppContext:
     probes: Mapping[str, Probe] = field(default_factory=dict)
     rate_limiters: RateLimiters = field(default_factory=RateLimiters)
     upload_limiter: UploadLimiter = field(default_factory=UploadLimiter)
+    audit: AuditLog = field(init=False)
+    maintenance: Maintenance = field(init=False)
     event_streams: EventStreams = field(init=False)
     stream_limiter: StreamLimiter = field(init=False)
 
@@ -103,6 +107,8 @@ class AppContext:
         limiter = StreamLimiter(
             max_streams=settings.event_streams, max_per_caller=settings.event_streams_per_key
         )
+        object.__setattr__(self, "audit", AuditLog(self.store.engine))
+        object.__setattr__(self, "maintenance", Maintenance(self.store.engine))
         object.__setattr__(self, "event_streams", streams)
         object.__setattr__(self, "stream_limiter", limiter)
 

@@ -43,6 +43,7 @@ PROBLEM_TYPES: dict[str, tuple[int, str]] = {
     "internal": (500, "Internal server error"),
     "engine-failed": (500, "Prediction failed"),
     "disk-full": (507, "Insufficient storage"),
+    "maintenance": (503, "Maintenance"),
     "no-student": (503, "No promoted model"),
     "unavailable": (503, "Service unavailable"),
 }

@@ -154,7 +154,7 @@ class TelemetryMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = secrets.token_hex(8)
+        request_id = scope["request_id"] = secrets.token_hex(8)
         started = time.perf_counter()
         status = 0
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import typer
 
 from services.cli.commands import (
+    audit,
     datasets,
     demo,
     diagnose,
     doctor,
     jobs,
+    maintenance,
     models,
     plan,
     predict,
@@ -33,6 +35,8 @@ app.add_typer(datasets.app, name="datasets")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(models.app, name="models")
 app.command()(predict.predict)
+app.command()(audit.audit)
+app.add_typer(maintenance.app, name="maintenance")
 
 
 def main() -> None:

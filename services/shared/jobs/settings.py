@@ -59,6 +59,10 @@ class JobSettings(BaseSettings):
         120.0, gt=0, description="How long ranks may save after a stop request before SIGTERM."
     )
 
+    audit_retention_days: float = Field(
+        400.0, ge=1, description="How long entries of the audit log are kept."
+    )
+
     @property
     def datasets_dir(self) -> Path:
         return self.data_dir / "datasets"

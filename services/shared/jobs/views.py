@@ -213,6 +213,32 @@ class PromotionView(_View):
     created_at: datetime
 
 
+class AuditView(_View):
+    """One write: who, what, from where, and what became of it."""
+
+    seq: int
+    created_at: datetime
+    key_name: str  # `local` on a server without keys, `server` for what it did itself
+    key_id: str | None  # the beginning of the key's hash
+    project: str  # of the key
+    action: str  # the operation's id in the OpenAPI document
+    target: str | None  # what was changed
+    created: str | None  # what was created
+    address: str | None
+    request_id: str | None  # X-Request-ID of the response
+    outcome: Literal["done", "refused", "failed"]
+    status: int | None  # of HTTP
+    detail: str | None
+
+
+class MaintenanceView(_View):
+    """Why writes are refused, and since when."""
+
+    reason: str
+    started_by: str  # name of the key
+    started_at: datetime
+
+
 class PlanError(NamedTuple):
     """By how much the worst rank of a finished job exceeded its plan, as a share of the plan."""
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import structlog
@@ -15,6 +16,7 @@ from celery import Celery
 from celery.signals import worker_ready, worker_shutting_down
 
 from services.shared.jobs.cleanup import remove_leftovers
+from services.shared.jobs.db.audit import AuditLog
 from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.queue import TASK, make_celery, send
@@ -124,6 +126,8 @@ def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) 
             if time.monotonic() >= tidy_at:
                 tidy_at = time.monotonic() + settings.tidy_seconds
                 remove_leftovers(store)
+                age = timedelta(days=settings.audit_retention_days)
+                AuditLog(store.engine).expire(older_than=age)
         except Exception as error:  # noqa: BLE001  (the thread's boundary: report and go on)
             if isinstance(error, Unavailable):
                 spare_until = time.monotonic() + grace_seconds

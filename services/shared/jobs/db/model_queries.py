@@ -8,6 +8,8 @@ from collections.abc import Collection, Sequence
 from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
 
+from services.shared.jobs.db import audit
+from services.shared.jobs.db.audit import AuditEntry
 from services.shared.jobs.db.pagination import checked_limit, cursor_seq, shown
 from services.shared.jobs.db.tables import JobRow, ModelRow, PromotionRow, ServingRow
 from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidRequest, NotFound
@@ -20,6 +22,7 @@ from services.shared.jobs.spec import DistillSpec, job_spec
 from services.shared.jobs.views import Kind, ModelView, Page, PromotionView, ServingView
 
 DEFAULT_ALIAS = "default"
+SERVER = "server"  # who acted in the audit log, where no key is known
 _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
@@ -50,6 +53,15 @@ def add(session: Session, job: JobRow, report: Report, *, floor: GateFloor) -> N
     if isinstance(spec, DistillSpec) and spec.promote == "when_passed" and gate and gate.passed:
         access = Access(project=job.project, actor=job.created_by)
         _append(session, model_id, DEFAULT_ALIAS, access=access, forced=False, reason=gate.message)
+        entry = AuditEntry(
+            key_name=job.created_by or SERVER,
+            project=job.project,
+            action="promote_model",
+            target=model_id,
+            outcome="done",
+            detail=f"requested by job {job.id}",
+        )
+        audit.append(session, entry)
 
 
 def view(session: Session, model_id: str, *, settings: JobSettings) -> ModelView:

@@ -7,6 +7,8 @@ events      what happened to a job, in order; read by the event stream
 models      one row per successful job
 promotions  appended only: which model an alias serves from then on
 servings    appended only: whether the API loaded the model of a promotion
+audit       appended only: who wrote what
+maintenance its row is there while writes are refused
 epochs      one row: what ties this database to the files of its data directory
 usage_samples  how full the disk was, and by which kinds of files
 
@@ -376,3 +378,42 @@ class UsageSampleRow(Table):
     disk_total_bytes: Mapped[int] = mapped_column(BigInteger)
     disk_used_bytes: Mapped[int] = mapped_column(BigInteger)
     stored_bytes: Mapped[dict[str, int]] = mapped_column(CleanJson)  # by kind of file
+
+
+class AuditRow(Table):
+    """One write by the API; a trigger refuses UPDATE, TRUNCATE, and DELETE of what has not expired."""
+
+    __tablename__ = "audit"
+
+    seq: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    key_name: Mapped[str]
+    key_id: Mapped[str | None]  # the beginning of its hash
+    project: Mapped[str]  # of the key; no filter of a project's session applies
+    action: Mapped[str]
+    target: Mapped[str | None]
+    created: Mapped[str | None]
+    address: Mapped[str | None]
+    request_id: Mapped[str | None]
+    outcome: Mapped[Literal["done", "refused", "failed"]] = mapped_column(CleanText)
+    status: Mapped[int | None]
+    detail: Mapped[str | None]
+
+    __table_args__ = (
+        CheckConstraint("outcome IN ('done', 'refused', 'failed')", name="outcome_known"),
+        Index("audit_created_at_idx", "created_at"),
+        Index("audit_target_seq_idx", "target", "seq"),
+    )
+
+
+class MaintenanceRow(Table):
+    """The only row says that maintenance mode is on."""
+
+    __tablename__ = "maintenance"
+
+    only_row: Mapped[bool] = mapped_column(primary_key=True, server_default=sqlalchemy.true())
+    reason: Mapped[str]
+    started_by: Mapped[str]  # name of the key
+    started_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (CheckConstraint("only_row", name="one_row"),)
