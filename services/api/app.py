@@ -27,8 +27,15 @@ from services.api.routes import (
     predict,
     runs,
 )
-from services.api.telemetry import ModelInfoCollector, PlanErrorCollector, TelemetryMiddleware
+from services.api.telemetry import (
+    ModelInfoCollector,
+    PlanErrorCollector,
+    StorageCollector,
+    TelemetryMiddleware,
+)
 from services.api.writes import AuditMiddleware, MaintenanceMiddleware
+from services.shared.jobs.db.lifecycle_store import LifecycleStore
+from services.shared.jobs.lifecycle.report import storage_report
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -62,6 +69,9 @@ def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> Fast
     install_openapi(app, models=[problems.Problem, datasets.DatasetForm])
     context.metrics.registry.register(ModelInfoCollector(context.predictor))
     context.metrics.registry.register(PlanErrorCollector(context.store.plan_errors))
+    context.metrics.registry.register(
+        StorageCollector(lambda: storage_report(LifecycleStore(context.store)))
+    )
     app.add_middleware(AuditMiddleware)
     app.add_middleware(MaintenanceMiddleware)
     app.add_middleware(AuthenticationMiddleware)

@@ -38,13 +38,17 @@ from services.shared.jobs.errors import (
     InvalidRequest,
     InvalidTransition,
     NotFound,
+    QueueQuotaExceeded,
     StillhouseError,
+    StorageQuotaExceeded,
     Unavailable,
 )
 from services.shared.memory import errors as memory
 from services.shared.sandbox.errors import LimitExceeded, SandboxBusy, SandboxError
 
 log = structlog.get_logger(__name__)
+
+QUOTA_RETRY_SECONDS = 30
 
 HANDLED_EXCEPTIONS: tuple[type[Exception], ...] = (
     ProblemError,
@@ -118,6 +122,11 @@ def _from_stillhouse(error: Exception) -> ProblemError:
         case InUse(references=references):
             listed = [text[:MAX_MESSAGE_LENGTH] for text in references[:MAX_FIELD_ERRORS]]
             return ProblemError("in-use", str(error), references=listed)
+        case QueueQuotaExceeded():
+            retry = {"Retry-After": str(QUOTA_RETRY_SECONDS)}
+            return ProblemError("quota-exceeded", str(error), headers=retry)
+        case StorageQuotaExceeded():
+            return ProblemError("storage-quota-exceeded", str(error))
         case Conflict():
             return ProblemError("conflict", str(error))
         case Unavailable():

@@ -29,8 +29,10 @@ from services.api.serving.predictor import Predictor
 from services.api.serving.settings import ServingSettings
 from services.api.settings import ApiSettings
 from services.api.telemetry import Metrics
+from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.jobs.db.store import open_store
 from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.lifecycle.epoch import check_epoch
 from services.shared.jobs.queue import depth, make_celery, send
 
 log = structlog.get_logger(__name__)
@@ -82,6 +84,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
             "database": store.ping,
             "broker": lambda: depth(celery, "teacher"),
             "data_dir": lambda: _writable(settings),
+            "epoch": lambda: check_epoch(LifecycleStore(store)),
         },
         rate_limiters=create_rate_limiters(settings),
         upload_limiter=UploadLimiter(

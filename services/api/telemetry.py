@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.api.problems import ProblemError, problem_response
 from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.lifecycle.report import StorageReport
 from services.shared.jobs.views import PlanError
 
 log = structlog.get_logger(__name__)
@@ -141,6 +142,61 @@ def _plan_error_families() -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
             labels=["device", "phase"],
         ),
     )
+
+
+class StorageCollector(Collector):
+    """Reports at each scrape what is stored, how full the disk is, and when it will be full."""
+
+    def __init__(self, report: Callable[[], StorageReport]) -> None:
+        self._report = report
+
+    def describe(self) -> Iterable[Metric]:
+        """Name the families without a database query."""
+        yield from _storage_families().values()
+
+    def collect(self) -> Iterable[Metric]:
+        families = _storage_families()
+        try:
+            report = self._report()
+        except (Unavailable, OSError):
+            return
+        for kind, size in sorted(report.stored_bytes.items()):
+            families["stored"].add_metric([kind], size)
+        for table, rows in sorted(report.table_rows.items()):
+            families["rows"].add_metric([table], rows)
+        families["used"].add_metric([], report.disk.share)
+        families["epoch"].add_metric([], float(report.epoch_problem is not None))
+        if report.forecast is not None:
+            families["growth"].add_metric([], report.forecast.bytes_per_day)
+            days = report.forecast.days_until_full
+            families["days"].add_metric([], float("inf") if days is None else days)
+        yield from families.values()
+
+
+def _storage_families() -> dict[str, GaugeMetricFamily]:
+    return {
+        "stored": GaugeMetricFamily(
+            "stillhouse_stored_bytes",
+            "Bytes of each kind of file, and of the database, at the last sample.",
+            labels=["kind"],
+        ),
+        "rows": GaugeMetricFamily(
+            "stillhouse_table_rows", "Rows of each table, by its statistics.", labels=["table"]
+        ),
+        "used": GaugeMetricFamily(
+            "stillhouse_disk_used_ratio", "Used share of the disk of the data directory."
+        ),
+        "growth": GaugeMetricFamily(
+            "stillhouse_disk_growth_bytes_per_day", "Growth of its use over the last seven days."
+        ),
+        "days": GaugeMetricFamily(
+            "stillhouse_disk_days_until_full",
+            "Days until jobs wait for room, at that growth; infinite where it does not grow.",
+        ),
+        "epoch": GaugeMetricFamily(
+            "stillhouse_epoch_mismatch", "1 where database and files do not belong together."
+        ),
+    }
 
 
 class TelemetryMiddleware:

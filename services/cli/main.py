@@ -10,6 +10,7 @@ from services.cli.commands import (
     demo,
     diagnose,
     doctor,
+    gc,
     jobs,
     maintenance,
     models,
@@ -31,6 +32,7 @@ app.command()(plan.plan)
 app.command()(trace.trace)
 app.command()(diagnose.diagnose)
 app.command()(doctor.doctor)
+app.command()(gc.gc)
 app.add_typer(datasets.app, name="datasets")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(models.app, name="models")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ class SignalFile:
                 if difference is None and (file.metadata() or {})["sha256"] != _sha256(outputs):
                     difference = "it is damaged: its content does not match its checksum"
                 if difference is None:
+                    os.utime(self.path)  # retention counts from the last use
                     return outputs
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             difference = f"it cannot be read ({error})"

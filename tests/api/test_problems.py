@@ -223,6 +223,8 @@ def test_every_shared_error_maps_to_a_problem() -> None:
         shared.Conflict("no"): "conflict",
         shared.InvalidTransition("job_1", "failed", "queued"): "invalid-transition",
         shared.GateNotPassed("mdl_1", "no"): "gate-not-passed",
+        shared.QueueQuotaExceeded("ci", 1): "quota-exceeded",
+        shared.StorageQuotaExceeded("ci", 2, 1): "storage-quota-exceeded",
         shared.InUse("model", "mdl_1", ["no"]): "in-use",
         shared.DoesNotFit("no", plan_document(verdict="does_not_fit")): "does-not-fit",
         shared.Unavailable("no"): "unavailable",

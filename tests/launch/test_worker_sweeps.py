@@ -34,7 +34,7 @@ def alive_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _sweep(monkeypatch: pytest.MonkeyPatch, sweep: Any, *, sweeps: int = 1) -> None:
     monkeypatch.setattr(worker, "sweep", sweep)
-    monkeypatch.setattr(worker, "remove_leftovers", lambda store: [])
+    monkeypatch.setattr(worker, "Upkeep", lambda store: SimpleNamespace(run=lambda: None))
     settings = SimpleNamespace(sweep_seconds=15.0, tidy_seconds=600.0, lease_seconds=60.0)
     store: Any = SimpleNamespace(settings=settings)
     app: Any = None

@@ -16,6 +16,7 @@ from services.api.limits.rate_limit import RateLimiters, client_address
 from services.api.problems import ProblemError
 from services.api.settings import is_loopback
 from services.shared.jobs.projects import DEFAULT_PROJECT, Access
+from services.shared.jobs.quota import UNLIMITED, Quota
 
 LOCAL = "local"  # who does what without a key, on a server that needs none
 _CALLER = "stillhouse.caller"  # in the ASGI scope: a request is authenticated once
@@ -28,6 +29,7 @@ class Caller:
     address: str
     name: str = LOCAL  # of the key, for the records of who did what
     key: ApiKey | None = None
+    default_quota: Quota = UNLIMITED
 
     @property
     def id(self) -> str:
@@ -42,7 +44,9 @@ class Caller:
     @property
     def access(self) -> Access:
         """What it sees and creates in the store."""
-        return Access(project=self.project, sees_all=self.allows(Scope.ADMIN), actor=self.name)
+        quota = self.default_quota if self.key is None else self.key.quota or self.default_quota
+        sees_all = self.allows(Scope.ADMIN)
+        return Access(project=self.project, sees_all=sees_all, actor=self.name, quota=quota)
 
     def allows(self, scope: Scope) -> bool:
         """Return whether the caller may do what needs `scope`."""
@@ -120,11 +124,13 @@ def _find_key(request: Request, keys: Keys) -> tuple[str, ApiKey] | None:
 
 
 def _authenticate(request: Request) -> Caller:
-    keys: Keys = request.app.state.context.keys
+    context = request.app.state.context
+    keys: Keys = context.keys
+    quota: Quota = context.settings.quota
     address = client_address(request)
     if keys.is_empty:
         _check_local(request)
-        return Caller(address)
+        return Caller(address, default_quota=quota)
     found = _find_key(request, keys)
     if found is None:
         rates: RateLimiters = request.app.state.context.rate_limiters
@@ -134,7 +140,7 @@ def _authenticate(request: Request) -> Caller:
             "Send a valid API key as `Authorization: Bearer <key>`.",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    return Caller(address, *found)
+    return Caller(address, *found, default_quota=quota)
 
 
 async def limit_by_address(request: Request) -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 
 from services.api.settings import ApiSettings, is_loopback
 from services.shared.jobs.projects import DEFAULT_PROJECT, PROJECT_PATTERN
+from services.shared.jobs.quota import Quota
 
 
 class Scope(str, Enum):
@@ -47,6 +48,7 @@ class ApiKey(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     scopes: frozenset[Scope]
     project: Annotated[str, Field(pattern=PROJECT_PATTERN)] | None = None
+    quota: Quota | None = None  # instead of STILLHOUSE_QUOTA
 
     @property
     def owner(self) -> str:

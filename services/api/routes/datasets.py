@@ -40,8 +40,10 @@ from services.shared.datasets.preview import Preview
 from services.shared.datasets.sandbox import ingest_in_sandbox, preview_in_sandbox
 from services.shared.datasets.upload import Format, Layout
 from services.shared.files.directory_size import directory_bytes
+from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.ids import new_id
+from services.shared.jobs.lifecycle.disk import full_disk_for_uploads
 from services.shared.jobs.views import DatasetView, DeletionView, Page
 
 router = APIRouter(tags=["datasets"], responses=problems(401, 422, 429, 500, 503))
@@ -104,6 +106,7 @@ async def create_dataset(
     request: Request, context: ContextDep, store: StoreDep, response: Response
 ) -> DatasetView:
     """Validate an upload row by row and store it; every error names its line."""
+    await run_in_threadpool(_check_room, store, _content_bytes(request))
     stored = await _receive(request, context, partial(_store, store=store))
     response.headers["Location"] = f"/datasets/{stored.id}"
     return stored
@@ -119,6 +122,19 @@ async def create_dataset(
 async def preview_dataset(request: Request, context: ContextDep) -> Preview:
     """Show how an upload would be read; nothing is stored."""
     return await _receive(request, context, _preview)
+
+
+def _check_room(store: Store, more_bytes: int) -> None:
+    """Refuse an upload for which its key or the disk has no room. Raises ProblemError."""
+    why = full_disk_for_uploads(store.settings)
+    if why is not None:
+        raise ProblemError("disk-full", f"No upload is accepted: {why}.")
+    LifecycleStore(store).check_storage(more_bytes=more_bytes)
+
+
+def _content_bytes(request: Request) -> int:
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() else 0
 
 
 @router.get("/datasets", operation_id="list_datasets", dependencies=[Depends(requires(Scope.READ))])
@@ -235,6 +251,7 @@ def _store(
         )
     try:
         size_bytes = directory_bytes(settings.dataset_dir(dataset_id))
+        LifecycleStore(store).check_storage(more_bytes=size_bytes)
         return store.add_dataset(card, size_bytes=size_bytes)
     except BaseException:
         shutil.rmtree(settings.dataset_dir(dataset_id), ignore_errors=True)

@@ -16,6 +16,7 @@ from services.api.deps import AppContext, ContextDep
 from services.api.openapi import problems
 from services.api.problems import RETRY_AFTER_SECONDS, ProblemError
 from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.lifecycle.epoch import EpochMismatch
 from services.shared.jobs.projects import Access, alias_seen_by
 
 router = APIRouter(tags=["health"], responses=problems(500))
@@ -32,6 +33,7 @@ class DependencyStatus(BaseModel):
 
     ok: bool
     milliseconds: float
+    problem: str | None = None  # where more is known than that it does not respond
 
 
 class Ready(BaseModel):
@@ -75,7 +77,8 @@ def readyz(context: ContextDep) -> Ready:
     if failed:
         raise ProblemError(
             "unavailable",
-            f"These dependencies do not respond: {', '.join(failed)}.",
+            f"These dependencies do not respond: {', '.join(failed)}."
+            + "".join(f" {found[name].problem}" for name in failed if found[name].problem),
             headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             parts={name: status.model_dump() for name, status in found.items()},
         )
@@ -136,11 +139,13 @@ def _probe_dependencies(context: AppContext) -> dict[str, DependencyStatus]:
     found = {}
     for name, probe in context.probes.items():
         started = time.perf_counter()
+        ok, problem = True, None
         try:
             probe()
-            ok = True
+        except EpochMismatch as error:
+            ok, problem = False, str(error)
         except (Unavailable, OSError):
             ok = False
         elapsed = 1000 * (time.perf_counter() - started)
-        found[name] = DependencyStatus(ok=ok, milliseconds=round(elapsed, 3))
+        found[name] = DependencyStatus(ok=ok, milliseconds=round(elapsed, 3), problem=problem)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.client import print_json
+from services.cli.embedded.maintenance import DEFAULT_DATA_DIR, DataDir, running_environment
 from services.shared.launch.doctor.doctor import examine, to_json
 from services.shared.launch.doctor.machine import Finding, Machine, Status
 
@@ -24,10 +26,11 @@ def doctor(
     with_torch: Annotated[
         bool, typer.Option("--torch/--no-torch", help="Also run the checks that need torch.")
     ] = True,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Check versions, devices, attention and collectives; exit with code 1 if a check fails."""
-    machine = Machine.detect()
+    machine = replace(Machine.detect(), env=running_environment(data_dir))
     console = Console(stderr=as_json, highlight=False)
     with console.status("Examining this machine ..."):
         findings, measured = examine(machine, with_torch=with_torch)

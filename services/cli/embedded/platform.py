@@ -66,7 +66,7 @@ def start_platform(data_dir: Path, *, port: int, models: list[Path], notify: Not
     """
     with ExitStack() as exit_stack:
         data_dir = _prepare_data_dir(data_dir)
-        exit_stack.enter_context(_lock(data_dir))
+        exit_stack.enter_context(lock_data_dir(data_dir))
         roots = [_model_root(path) for path in models]
         port = _free_port(port)
         url = f"http://127.0.0.1:{port}"
@@ -87,7 +87,7 @@ def start_platform(data_dir: Path, *, port: int, models: list[Path], notify: Not
             STILLHOUSE_PORT=str(port),
             STILLHOUSE_MODEL_ROOTS=json.dumps([str(root) for root in roots]),
         )
-        _migrate(env, data_dir / "logs" / "migrations.log")
+        migrate(env, data_dir / "logs" / "migrations.log")
         notify("migrations done")
         services = _services(env, data_dir=data_dir, url=url)
         for service in services:
@@ -160,8 +160,11 @@ def _prepare_data_dir(data_dir: Path) -> Path:
     return data_dir.resolve()
 
 
-def _lock(data_dir: Path) -> IO[str]:
-    """Lock the data directory; the kernel releases the lock when this process ends in any way."""
+def lock_data_dir(data_dir: Path) -> IO[str]:
+    """Lock the data directory; the kernel releases the lock when this process ends in any way.
+
+    Raises StartFailed where another process holds it.
+    """
     file = (data_dir / "up.lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,7 +198,8 @@ def _free_port(port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _migrate(env: dict[str, str], log: Path) -> None:
+def migrate(env: dict[str, str], log: Path) -> None:
+    """Migrate the database of an environment. Raises StartFailed."""
     command = [sys.executable, "-m", "services.shared.jobs.db.migrations"]
     migration = start_process(command, log=log, env=env, cwd=project_dir())
     try:

@@ -61,6 +61,11 @@ def socket_dir(data_dir: Path) -> Path:
     return path
 
 
+def postgres_url(data_dir: Path) -> str:
+    """Return the URL of the Postgres of a data directory, whether it runs or not."""
+    return f"postgresql+psycopg://postgres@/stillhouse?host={socket_dir(data_dir)}"
+
+
 def start_postgres(data_dir: Path, *, durable: bool = True) -> Server:
     """Start Postgres 18 on `data_dir`/postgres, with a database `stillhouse`.
 
@@ -84,7 +89,7 @@ def start_postgres(data_dir: Path, *, durable: bool = True) -> Server:
     server = Server(
         name="postgres",
         process=process,
-        url=f"postgresql+psycopg://postgres@/stillhouse?host={sockets}",
+        url=postgres_url(data_dir),
         log=log,
         stop_signal=signal.SIGINT,
     )

@@ -7,6 +7,8 @@
     │   ├── InvalidTransition
     │   ├── InUse           something refers to what is to be deleted
     │   └── GateNotPassed
+    ├── QueueQuotaExceeded    the key has as many queued jobs as it may have
+    ├── StorageQuotaExceeded  the key stores as much as it may store
     ├── DoesNotFit          the memory plan refuses the job
     └── Unavailable         the database or the broker cannot be reached
 
@@ -71,6 +73,26 @@ class GateNotPassed(Conflict):
     def __init__(self, model_id: str, message: str) -> None:
         super().__init__(message)
         self.model_id = model_id
+
+
+class QueueQuotaExceeded(StillhouseError):
+    """A key has as many queued jobs as its quota allows."""
+
+    def __init__(self, key: str, limit: int) -> None:
+        super().__init__(
+            f"The key {key} has {limit} queued jobs, which is its quota: send this one when some of them have "
+            "started, or cancel some."
+        )
+
+
+class StorageQuotaExceeded(StillhouseError):
+    """A key stores as many bytes as its quota allows."""
+
+    def __init__(self, key: str, stored: int, limit: int) -> None:
+        super().__init__(
+            f"The key {key} stores {stored:,} bytes of datasets and models, and its quota is {limit:,}: "
+            "delete some; their space is free after the grace period."
+        )
 
 
 class DoesNotFit(StillhouseError):

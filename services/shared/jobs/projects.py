@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from services.shared.jobs.quota import UNLIMITED, Quota
+
 DEFAULT_PROJECT = "default"
 PROJECT_PATTERN = r"^[a-z][a-z0-9_-]{0,63}$"
 _PROJECT = re.compile(PROJECT_PATTERN)
@@ -21,6 +23,7 @@ class Access:
     project: str = DEFAULT_PROJECT  # of what is created
     sees_all: bool = True  # the rows of every project, instead of `project` alone
     actor: str | None = None  # the name of the key, recorded with what it creates
+    quota: Quota = UNLIMITED  # of that key
 
     @property
     def visible_project(self) -> str | None:

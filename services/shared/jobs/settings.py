@@ -8,6 +8,9 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from services.shared.jobs.quota import Quota
+from services.shared.jobs.retention import Retention
+
 
 class JobSettings(BaseSettings):
     """Locations and intervals that API, workers and migrations share."""
@@ -54,6 +57,25 @@ class JobSettings(BaseSettings):
     )
     delete_grace_days: float = Field(
         7.0, ge=0, description="How long a deletion can be undone; then the files are removed."
+    )
+    retention: Retention = Field(
+        Retention(),
+        description="How long what jobs leave behind is kept, by default, kind and tag (JSON, see "
+        "operations.md).",
+    )
+    quota: Quota = Field(
+        Quota(),
+        description="Most stored_bytes, queued_jobs and running_jobs of one key (JSON); the keys file "
+        "may set others.",
+    )
+    disk_full_share: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the disk from which jobs wait in the queue and uploads are refused.",
+    )
+    usage_seconds: float = Field(
+        3600.0, gt=0, description="How often a worker measures what is stored, for forecasts."
     )
     stop_grace_seconds: float = Field(
         120.0, gt=0, description="How long ranks may save after a stop request before SIGTERM."

@@ -204,8 +204,18 @@ class Resources(_Spec):
         return value
 
 
+Tag = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+
+
 class _Job(_Spec):
     name: Annotated[str, Field(min_length=1, max_length=120)] | None = None
+    # Left out of stored specs where there are none: processes of the previous version refuse the field.
+    tags: Annotated[list[Tag], Field(max_length=16)] = Field(
+        [],
+        description="Names by which STILLHOUSE_RETENTION may keep what the job leaves behind for longer "
+        "or shorter.",
+        exclude_if=lambda tags: not tags,
+    )
     heads: list[str] | None = Field(
         None, description="Heads to train; all of the dataset's if left out."
     )

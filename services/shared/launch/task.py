@@ -11,9 +11,11 @@ from pathlib import Path
 
 import structlog
 
+from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.ids import new_token
+from services.shared.jobs.lifecycle.disk import full_disk_for_jobs
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import RunDirectory
 from services.shared.jobs.state import Reason
@@ -46,6 +48,8 @@ def run_job(
 
     A duplicate or late message finds nothing to claim and is dropped.
     """
+    if _is_held(job_id, store=store):
+        return
     claim = _claim(job_id, store=store, worker=worker, stopping=stopping)
     if claim is None:
         log.info("nothing_to_claim", job_id=job_id)
@@ -66,6 +70,19 @@ def run_job(
     )
     for ticket in finished.to_send:
         send(ticket)
+
+
+def _is_held(job_id: str, *, store: Store) -> bool:
+    """Return whether the job waits because the disk is too full; it is sent again by the sweep."""
+    why = full_disk_for_jobs(store.settings)
+    if why is None:
+        return False
+    log.warning("job_held", job_id=job_id, why=why)
+    try:
+        LifecycleStore(store).hold(job_id, f"Waits: {why}.")
+    except Unavailable as error:
+        log.warning("hold_not_recorded", job_id=job_id, error=str(error))
+    return True
 
 
 def _claim(job_id: str, *, store: Store, worker: str, stopping: Callable[[], bool]) -> Claim | None:
@@ -156,7 +173,9 @@ def _apply(claim: Claim, outcome: Outcome, *, store: Store) -> FinishResult:
     if outcome.end is End.SUCCEEDED and not finished.applied:
         shutil.rmtree(settings.model_dir(claim.model_id), ignore_errors=True)
     if outcome.end is End.SUCCEEDED and finished.applied:
-        _drop_checkpoints(settings.runs_dir / claim.job_id)
+        with LifecycleStore(store).removal() as may_remove:  # a backup may read them
+            if may_remove:
+                _drop_checkpoints(settings.runs_dir / claim.job_id)
     return finished
 
 

@@ -8,17 +8,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import structlog
 from celery import Celery
 from celery.signals import worker_ready, worker_shutting_down
 
-from services.shared.jobs.cleanup import remove_leftovers
-from services.shared.jobs.db.audit import AuditLog
 from services.shared.jobs.db.store import Store, open_store
 from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.lifecycle.epoch import EpochMismatch
+from services.shared.jobs.lifecycle.upkeep import Upkeep
 from services.shared.jobs.queue import TASK, make_celery, send
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.sweep import sweep
@@ -103,14 +102,14 @@ def register_task(
 
 
 def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) -> None:
-    """Look for lost jobs and messages every `sweep_seconds`, and for leftovers every `tidy_seconds`.
+    """Look for lost jobs and messages every `sweep_seconds`, and do the upkeep of files and records.
 
     A lease that ran out during an outage of the database does not mean that its worker died: it could
     not renew it. After an outage, leases are left alone for the time of a whole lease. The same holds
     after this process was stopped or its machine slept: other workers of the machine slept too.
     """
-    tidy_at = spare_until = 0.0
-    settings = store.settings
+    spare_until = 0.0
+    settings, upkeep = store.settings, Upkeep(store)
     grace_seconds = settings.sweep_seconds + settings.lease_seconds
     swept_at = time.time()
     while not stopping.wait(settings.sweep_seconds):
@@ -123,12 +122,8 @@ def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) 
             sweep(store, app, ends_lost=time.monotonic() >= spare_until)
             if os.environ.get(ALIVE_FILE):
                 Path(os.environ[ALIVE_FILE]).touch()
-            if time.monotonic() >= tidy_at:
-                tidy_at = time.monotonic() + settings.tidy_seconds
-                remove_leftovers(store)
-                age = timedelta(days=settings.audit_retention_days)
-                AuditLog(store.engine).expire(older_than=age)
+            upkeep.run()
         except Exception as error:  # noqa: BLE001  (the thread's boundary: report and go on)
-            if isinstance(error, Unavailable):
+            if isinstance(error, Unavailable) and not isinstance(error, EpochMismatch):
                 spare_until = time.monotonic() + grace_seconds
             log.warning("sweep_failed", error=f"{type(error).__name__}: {error}")

@@ -7,6 +7,11 @@ import hashlib
 import pytest
 
 from services.api.auth.keys import ApiKey, Keys, Scope
+from services.api.settings import ApiSettings
+from services.shared.jobs.db.lifecycle_store import LifecycleStore
+from services.shared.jobs.lifecycle.epoch import check_epoch, tick_epoch
+from services.shared.jobs.lifecycle.usage import sample_usage
+from services.shared.jobs.quota import Quota
 from tests.api.harness import JobDriver
 from tests.api.schema_check import SchemaCheck
 
@@ -85,3 +90,64 @@ def test_the_name_of_the_key_is_recorded_with_what_it_makes_and_deletes(desk: Jo
     client.headers["Authorization"] = "Bearer k"
     assert client.post("/jobs", json=desk.spec()).json()["created_by"] == "ci"
     assert client.delete(f"/jobs/{claim.job_id}").json()["deleted_by"] == "ci"
+
+
+def test_a_key_beyond_its_quota_is_refused_with_what_helps(desk: JobDriver) -> None:
+    quota = Quota(queued_jobs=1)
+    sha256 = hashlib.sha256(b"k").hexdigest()
+    key = ApiKey(sha256=sha256, scopes=frozenset({Scope.SUBMIT}), quota=quota)
+    desk.platform.keys = Keys({"ci": key})
+    client = desk.platform.client()
+    client.headers["Authorization"] = "Bearer k"
+    first = client.post("/jobs", json=desk.spec(), headers={"Idempotency-Key": "one"})
+    assert first.status_code == 202
+    refused = client.post("/jobs", json=desk.spec())
+    assert refused.status_code == 429
+    assert refused.headers["Retry-After"] == "30"
+    assert refused.json()["type"] == "urn:stillhouse:problem:quota-exceeded"
+    again = client.post("/jobs", json=desk.spec(), headers={"Idempotency-Key": "one"})
+    assert again.json()["id"] == first.json()["id"]
+
+
+ROWS = "".join(f'{{"text": "text {n}", "mood": "{"ab"[n % 2]}"}}\n' for n in range(40)).encode()
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "slug"),
+    [
+        ({"disk_full_share": 1e-9}, 507, "disk-full"),
+        ({"quota": {"stored_bytes": 100}}, 403, "storage-quota-exceeded"),
+    ],
+)
+def test_an_upload_for_which_there_is_no_room_is_refused_before_it_is_read(
+    desk: JobDriver, settings: dict[str, object], status: int, slug: str
+) -> None:
+    known = desk.platform.settings.model_dump()
+    desk.platform.settings = ApiSettings(**{**known, **settings})
+    desk.platform.store.settings = desk.platform.settings
+    refused = desk.platform.client().post(
+        "/datasets", files={"file": ("m.jsonl", ROWS)}, data={"heads": '[{"name": "mood"}]'}
+    )
+    assert refused.status_code == status, refused.text
+    assert refused.json()["type"] == f"urn:stillhouse:problem:{slug}"
+    assert list(desk.platform.settings.datasets_dir.iterdir()) == []
+
+
+def test_metrics_and_readiness_show_storage_and_a_mismatch_of_database_and_files(
+    desk: JobDriver,
+) -> None:
+    lifecycle = LifecycleStore(desk.store)
+    desk.platform.probes = {"epoch": lambda: check_epoch(lifecycle)}
+    client = desk.platform.client()
+    tick_epoch(lifecycle)
+    sample_usage(lifecycle)
+    assert client.get("/readyz").status_code == 200
+    text = client.get("/metrics").text
+    assert 'stillhouse_stored_bytes{kind="database"}' in text
+    assert "stillhouse_epoch_mismatch 0.0" in text
+    (desk.platform.settings.data_dir / "epoch.json").unlink()
+    answer = client.get("/readyz")
+    assert answer.status_code == 503
+    assert "epoch.json is missing" in answer.json()["detail"]
+    assert "epoch.json is missing" in answer.json()["parts"]["epoch"]["problem"]
+    assert "stillhouse_epoch_mismatch 1.0" in client.get("/metrics").text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from services.shared.jobs.db.lifecycle_store import RESOURCES, LifecycleStore
+from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.jobs.errors import Conflict, InUse, InvalidRequest, NotFound
 from services.shared.jobs.state import JobState
 from tests.factories import failed
@@ -115,8 +115,10 @@ def test_after_the_grace_period_a_resource_is_not_found_and_cannot_be_restored(
     model_id = driver.succeed(driver.running())
     lifecycle.delete("model", model_id, by="ops")
     now = lifecycle.now()
-    assert lifecycle.purge_due("model", now=now) == []
-    assert lifecycle.purge_due("model", now=now + LATER) == [model_id]
+    assert lifecycle.due("model", now=now) == []
+    assert not lifecycle.purge("model", model_id, now=now)
+    assert lifecycle.due("model", now=now + LATER) == [model_id]
+    assert lifecycle.purge("model", model_id, now=now + LATER)
     assert lifecycle.purged_among("model", [model_id, "mdl_x"]) == [model_id]
     for look in (driver.store.model, lambda id: lifecycle.restore("model", id)):
         with pytest.raises(NotFound):
@@ -135,12 +137,10 @@ def test_a_whole_family_leaves_no_row_but_that_of_a_promoted_model(
         lifecycle.delete("job", driver.store.model(model_id).job_id, by="ops")
         lifecycle.delete("model", model_id, by="ops")
     now = lifecycle.now() + LATER
-    purged = {resource: lifecycle.purge_due(resource, now=now) for resource in RESOURCES}
-    assert {resource: len(ids) for resource, ids in purged.items()} == {
-        "model": 2,
-        "job": 2,
-        "dataset": 1,
-    }
+    for resource, count in (("model", 2), ("job", 2), ("dataset", 1)):
+        due = lifecycle.due(resource, now=now)  # type: ignore[arg-type]
+        assert len(due) == count
+        assert all(lifecycle.purge(resource, id, now=now) for id in due)  # type: ignore[arg-type]
     assert lifecycle.drop_unreferenced() == 2  # the model that nobody promoted, and its job
     assert lifecycle.drop_unreferenced() == 0
     assert [p.model_id for p in driver.store.promotions().items] == [newest.model_id, kept]

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
 
-from services.shared.jobs.db import job_queries, model_queries
+from services.shared.jobs.db import job_queries, model_queries, usage_queries
 from services.shared.jobs.db.tables import IS_LEASED, IS_QUEUED, AttemptRow, JobRow
 from services.shared.jobs.db.transitions import ColumnValues, append_event, next_state, transition
 from services.shared.jobs.documents import EventDataDict, ProgressDict
@@ -47,6 +47,14 @@ def claim(
     a backup does not know all of them. Idempotent: repeated with the same token after a lost response,
     it returns the same attempt.
     """
+    why = usage_queries.running_hold(session, job_id)
+    if why is not None and _held(session, job_id, token) is None:
+        session.execute(
+            update(JobRow)
+            .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED)
+            .values(message=why)
+        )
+        return None
     if not transition(
         session,
         job_id,

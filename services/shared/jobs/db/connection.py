@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Engine, event, make_url
+from sqlalchemy import Engine, event, func, make_url, select
 from sqlalchemy import create_engine as _create_engine
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -82,6 +82,31 @@ def transaction(engine: Engine, *, project: str | None = None) -> Iterator[Sessi
             ) from error
         error.statement = error.params = None
         raise
+
+
+@contextmanager
+def session_lock(engine: Engine, key: int) -> Iterator[bool]:
+    """Try an advisory lock for the block, however long it takes; yield whether it is held.
+
+    No transaction is open meanwhile. Without a database the lock is not held.
+    """
+    try:
+        connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+    except (DBAPIError, PoolTimeoutError):
+        yield False
+        return
+    with connection:
+        try:
+            is_held = bool(connection.scalar(select(func.pg_try_advisory_lock(key))))
+        except DBAPIError:
+            is_held = False
+        try:
+            yield is_held
+        finally:
+            try:
+                connection.execute(select(func.pg_advisory_unlock_all()))
+            except DBAPIError:  # the server has released the lock with the connection
+                connection.invalidate()
 
 
 # SQLSTATE classes and codes of a server that will accept the same statement later.

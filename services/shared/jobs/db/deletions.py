@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from sqlalchemy import ColumnElement, delete, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, delete, exists, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from services.shared.jobs.db.tables import (
@@ -125,22 +125,32 @@ _REFERENCES: dict[Resource, Callable[[Session, str], list[str]]] = {
 }
 
 
-def purge_due(session: Session, resource: Resource, *, before: datetime, limit: int) -> list[str]:
-    """Mark as gone what was deleted before a moment, unless something refers to it; return the ids.
+def due(
+    session: Session, resource: Resource, *, before: datetime, after: str, limit: int
+) -> list[str]:
+    """Return what was deleted before a moment and is not gone yet, by id after one of them."""
+    kind = _ROWS[resource]
+    query = select(kind.id).where(
+        kind.deleted_at < before, kind.purged_at.is_(None), kind.id > after
+    )
+    return list(session.scalars(query.order_by(kind.id).limit(limit)))
 
-    The files are to be removed after the commit.
+
+def purge(session: Session, resource: Resource, id: str, *, before: datetime) -> bool:
+    """Mark as gone what was deleted before a moment; return whether its files are to be removed.
+
+    They stay where it was restored meanwhile, or something refers to it: a process of an older version does
+    not know that it is deleted.
     """
     kind = _ROWS[resource]
-    rows = session.scalars(
-        select(kind)
-        .where(kind.deleted_at < before, kind.purged_at.is_(None))
-        .order_by(kind.deleted_at)
-        .limit(limit)
-        .with_for_update(skip_locked=True)
-    ).all()
-    due = [row.id for row in rows if not references_to(session, resource, row.id)]
-    session.execute(update(kind).where(kind.id.in_(due)).values(purged_at=func.now()))
-    return due
+    row = session.scalar(select(kind).where(kind.id == id).with_for_update())
+    if row is None or row.deleted_at is None or row.deleted_at >= before:
+        return False
+    if row.purged_at is None and references_to(session, resource, id):
+        return False
+    row.purged_at = row.purged_at or session.scalars(select(func.now())).one()
+    session.flush()
+    return True
 
 
 def purged_among(session: Session, resource: Resource, ids: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
+from services.shared.jobs.db import usage_queries
 from services.shared.jobs.db.pagination import LARGEST_SEQ, checked_limit, shown
 from services.shared.jobs.db.references import Dependency, lock_dependency
 from services.shared.jobs.db.tables import AttemptRow, EventRow, JobRow, ModelRow
@@ -57,6 +58,8 @@ def create(
         known = _by_key(session, idempotency_key, sha256)
         if known is not None:
             return known, False
+    usage_queries.check_storage(session, access)
+    usage_queries.check_queue(session, access)
     with prefix_field(None if request is None else spec.kind):
         dependency = lock_dependency(session, spec)
     job_id = session.execute(
@@ -70,6 +73,7 @@ def create(
             retry_of=retry_of,
             project=access.project,
             created_by=access.actor,
+            running_quota=access.quota.running_jobs,
             **_columns(spec, dependency),
         )
         .on_conflict_do_nothing(index_elements=[JobRow.idempotency_key])

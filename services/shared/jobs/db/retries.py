@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sqlalchemy import exists, select
 from sqlalchemy.orm import Session, aliased
 
@@ -23,7 +25,7 @@ def retry(
     changed: ChangedSpec,
     *,
     plan: JobPlanDict | None,
-    actor: str | None,
+    access: Access,
     idempotency_key: str | None,
 ) -> tuple[str, bool]:
     """Insert a new job that repeats a failed or cancelled one in its project; return its id, and if it is new.
@@ -36,7 +38,7 @@ def retry(
         raise Conflict(f"Job {job_id} is deleted: restore it before it is retried.")
     if old.state not in _UNSUCCESSFUL:
         raise InvalidTransition(job_id, old.state, JobState.QUEUED)
-    access = Access(project=old.project, actor=actor)
+    access = replace(access, project=old.project)
     new, created = create(
         session,
         changed.spec,

@@ -242,7 +242,7 @@ class Store:
                 job_id,
                 changed,
                 plan=plan,
-                actor=self.access.actor,
+                access=self.access,
                 idempotency_key=idempotency_key,
             )
             return job_queries.view(session, new), created

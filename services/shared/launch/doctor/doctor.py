@@ -19,6 +19,7 @@ from services.shared.launch.doctor.device_checks import check_devices
 from services.shared.launch.doctor.host_checks import check_host
 from services.shared.launch.doctor.machine import Finding, Machine, Status, failed
 from services.shared.launch.doctor.package_checks import check_packages
+from services.shared.launch.doctor.storage_checks import check_storage
 from services.shared.launch.processes import guarded
 
 _SELFCHECK = (
@@ -63,7 +64,7 @@ def examine(machine: Machine, *, with_torch: bool = True) -> tuple[list[Finding]
     """Return all findings and all measurements."""
     findings = [
         finding
-        for check in (check_packages, check_devices, check_host)
+        for check in (check_packages, check_devices, check_host, check_storage)
         for finding in check(machine)
     ]
     measured: Measurements = {}

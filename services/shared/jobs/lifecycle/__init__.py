@@ -1,0 +1,1 @@
+"""How long files and records stay: retention, removal, disk use, and the epoch that ties both together."""
