@@ -90,6 +90,17 @@ bench-distil: $(INSTALLED) ## Measure the benefit of distillation on the reviews
 bench-distil-speed: $(INSTALLED) ## Measure the time saved by caching the teacher's outputs (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation_speed --write docs/distillation.md $(ARGS)
 
+SKLEARN := .stillhouse/bench/sklearn
+
+$(SKLEARN)/.installed: | python
+	@test -x $(SKLEARN)/bin/python || $(PYTHON) -m venv $(SKLEARN)
+	@$(SKLEARN)/bin/python -m pip install --quiet --disable-pip-version-check scikit-learn==1.9.1
+	@touch $@
+
+.PHONY: bench-baseline
+bench-baseline: $(INSTALLED) $(SKLEARN)/.installed ## Compare the n-gram baseline with scikit-learn's (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.baseline --peer-python $(SKLEARN)/bin/python --write docs/distillation.md $(ARGS)
+
 .PHONY: bench-trainer
 bench-trainer: $(INSTALLED) ## Measure our training step against a hand-written loop (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 tests/bench/bench_trainer.py $(ARGS)

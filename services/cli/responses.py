@@ -51,7 +51,10 @@ class HeadMetricsResponse(TypedDict, total=False):
 class MetricsResponse(TypedDict, total=False):
     """An evaluation: the metrics of each head by name."""
 
+    split: str
+    confidence: float  # of its intervals
     heads: dict[str, HeadMetricsResponse]
+    warnings: list[str]
 
 
 class AlternativeResponse(TypedDict, total=False):
@@ -116,6 +119,7 @@ class GateResponse(TypedDict, total=False):
     """Whether a model passed its gate."""
 
     passed: bool
+    message: str
 
 
 class ModelResponse(TypedDict):

@@ -26,12 +26,14 @@ from services.shared.model.artifact import (
     seal_artifact,
     set_heads,
 )
-from services.shared.model.baseline import add_baseline
+from services.shared.model.baseline import fit_baselines
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.classifier import Classifier, wrap_backbone
+from services.shared.model.comparison import DEFAULT_CONFIDENCE, HeldOut, add_comparisons
 from services.shared.model.metrics import Array
+from services.shared.model.predictions_file import write_predictions
 from services.shared.training.checkpoint.loop_state import LoopState, LoopSummary
-from services.shared.training.evaluation import predict_split
+from services.shared.training.evaluation import predict_labels, predict_split
 from services.shared.training.process import World
 from services.shared.training.sharding.export import export_artifact, publish_export
 from services.shared.training.sharding.shard import Sharded
@@ -88,6 +90,16 @@ class DistillationDetails(LoopSummary):
     signals: str
 
 
+@dataclass(frozen=True)
+class Evaluated:
+    """The student's evaluation, and the predictions of both models that it is made of."""
+
+    evaluation: Evaluation
+    calibration: dict[str, Calibration]
+    student: dict[str, Array]
+    teacher: dict[str, Array]
+
+
 def record_teacher(
     teacher: Teacher,
     evaluation: Signals,
@@ -123,10 +135,10 @@ def evaluate_student(
     *,
     budget_tokens: int,
     pad_id: int,
-) -> tuple[Evaluation, dict[str, Calibration]]:
-    """Return the evaluation and the calibration of the student. Collective."""
+) -> Evaluated | None:
+    """Return the evaluation and the calibration of the student; None without held-out texts. Collective."""
     if not len(data.evaluation.corpus):
-        return {}, {}
+        return None
     logits = [
         predict_split(
             student, pair.student, data.heads, world, budget_tokens=budget_tokens, pad_id=pad_id
@@ -154,7 +166,12 @@ def evaluate_student(
         **comparison,
         "teacher": teacher_evaluation,
     }
-    return evaluation, calibration
+    return Evaluated(
+        evaluation,
+        calibration,
+        student=predict_labels(logits[1], data.heads, calibration),
+        teacher=predict_labels(teacher.logits, data.heads, teacher.calibration),
+    )
 
 
 def publish(
@@ -173,7 +190,7 @@ def publish(
     """Evaluate the student, write its artifact, check it once as written, and report. Collective."""
     assert isinstance(task.spec, DistillSpec)
     training, tokenizer = task.spec.training, init.tokenizer
-    evaluation, calibration = evaluate_student(
+    evaluated = evaluate_student(
         student,
         data,
         teacher,
@@ -181,16 +198,9 @@ def publish(
         budget_tokens=student.recipe.token_budget(training),
         pad_id=tokenizer.pad_token_id,
     )
+    evaluation = {} if evaluated is None else evaluated.evaluation
     if evaluation and state.best is not None:
         evaluation["validation"] = state.best.evaluation
-    if world.is_first and evaluation:
-        add_baseline(
-            evaluation,
-            data.heads,
-            train=data.train.corpus.rows,
-            held_out=data.evaluation.corpus.rows,
-            seed=training.seed,
-        )
     texts = data.train.corpus.rows.texts
     staging_dir = export_artifact(
         run, student, tokenizer, texts, world, max_length=training.max_length
@@ -208,7 +218,8 @@ def publish(
     if world.is_first:
         exported = _load_exported(staging_dir, data, world.device)
         check_golden(staging_dir, exported, tokenizer)
-        if evaluation:
+        if evaluated is not None:
+            _compare_with_baseline(evaluated, data, staging_dir, task.spec)
             evaluation |= _exported_metrics(
                 exported, tokenizer, data, max_length=training.max_length, device=world.device
             )
@@ -222,7 +233,7 @@ def publish(
             lineage=_lineage(task, data, teacher.files, state),
             metrics=evaluation,
             max_length=training.max_length,
-            calibration=calibration,
+            calibration=None if evaluated is None else evaluated.calibration,
         )
         if evaluation:
             evaluation["size_bytes"] = sealed.size_bytes
@@ -237,6 +248,23 @@ def publish(
         )
     world.barrier()
     return report
+
+
+def _compare_with_baseline(
+    evaluated: Evaluated, data: DistillationData, artifact_dir: Path, spec: DistillSpec
+) -> None:
+    """Add baselines and intervals to the evaluation, and write all predictions to the artifact."""
+    rows, seed = data.evaluation.corpus.rows, spec.training.seed
+    held_out = HeldOut(
+        heads=data.heads,
+        labels=rows.labels,
+        model=evaluated.student,
+        teacher=evaluated.teacher,
+        baselines=fit_baselines(data.heads, train=data.train.corpus.rows, held_out=rows, seed=seed),
+    )
+    confidence = spec.gate.confidence or DEFAULT_CONFIDENCE
+    add_comparisons(evaluated.evaluation, held_out, seed=seed, confidence=confidence)
+    write_predictions(artifact_dir, held_out, rows.lines)
 
 
 def _details(

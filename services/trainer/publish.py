@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from services.shared.datasets.card import Split
@@ -10,11 +12,14 @@ from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Reason
 from services.shared.model.artifact import seal_artifact
-from services.shared.model.baseline import add_baseline
+from services.shared.model.baseline import fit_baselines
 from services.shared.model.calibration import Calibration, calibrate
-from services.shared.model.tokens import read_rows
+from services.shared.model.comparison import HeldOut, add_comparisons
+from services.shared.model.metrics import Array
+from services.shared.model.predictions_file import write_predictions
+from services.shared.model.tokens import Rows, read_rows
 from services.shared.training.checkpoint.loop_state import LoopState, LoopSummary
-from services.shared.training.evaluation import evaluate, predict_split
+from services.shared.training.evaluation import evaluate, predict_labels, predict_split
 from services.shared.training.process import World, fail_with
 from services.shared.training.sharding.export import export_artifact, publish_export
 from services.shared.training.sharding.shard import Sharded
@@ -48,6 +53,15 @@ class TrainingDetails(LoopSummary):
     truncated_texts: TruncatedTexts
 
 
+@dataclass(frozen=True)
+class _Evaluated:
+    """The evaluation of the exported weights, and their predictions for its split."""
+
+    evaluation: Evaluation
+    calibration: dict[str, Calibration]
+    predictions: dict[str, Array] = field(default_factory=dict)
+
+
 def publish(
     run: RunDirectory,
     task: RunInput,
@@ -58,20 +72,20 @@ def publish(
     steps_per_epoch: int,
 ) -> Report:
     """Evaluate the weights on the test split, write their artifact, and report. Collective."""
-    evaluation, calibration = _evaluate(task, sharded, data, world, state)
+    evaluated = _evaluate(task, sharded, data, world, state)
+    evaluation = evaluated.evaluation
     with fail_with(Reason.BAD_DATA):
         labelled = read_rows(task.dataset_dir, Split.TRAIN, data.heads)
-        split = Split(evaluation["split"]) if evaluation else Split.TRAIN
-        held_out = read_rows(task.dataset_dir, split, data.heads)
-    if world.is_first and evaluation:
-        seed = task.spec.training.seed
-        add_baseline(evaluation, data.heads, train=labelled, held_out=held_out, seed=seed)
-        if data.vocabulary is not None:
-            evaluation["vocabulary"] = data.vocabulary.report.model_dump()
     max_length = task.spec.training.max_length
     staging_dir = export_artifact(
         run, sharded, data.tokenizer, labelled.texts, world, max_length=max_length
     )
+    if world.is_first and evaluation:
+        with fail_with(Reason.BAD_DATA):
+            held_out = read_rows(task.dataset_dir, Split(evaluation["split"]), data.heads)
+        _compare(evaluated, data, labelled, held_out, staging_dir, seed=task.spec.training.seed)
+        if data.vocabulary is not None:
+            evaluation["vocabulary"] = data.vocabulary.report.model_dump()
     report = Report(
         outcome="succeeded",
         steps=state.step,
@@ -92,7 +106,7 @@ def publish(
             lineage=_lineage(task, data, state),
             metrics=evaluation,
             max_length=max_length,
-            calibration=calibration,
+            calibration=evaluated.calibration,
         )
         publish_export(run, staging_dir)
         report = report.model_copy(
@@ -102,12 +116,33 @@ def publish(
     return report
 
 
+def _compare(
+    evaluated: _Evaluated,
+    data: TrainingData,
+    labelled: Rows,
+    held_out: Rows,
+    artifact_dir: Path,
+    *,
+    seed: int,
+) -> None:
+    """Add baselines and intervals to the evaluation, and write all predictions to the artifact."""
+    predictions = HeldOut(
+        heads=data.heads,
+        labels=held_out.labels,
+        model=evaluated.predictions,
+        baselines=fit_baselines(data.heads, train=labelled, held_out=held_out, seed=seed),
+    )
+    add_comparisons(evaluated.evaluation, predictions, seed=seed)
+    write_predictions(artifact_dir, predictions, held_out.lines)
+
+
 def _evaluate(
     task: RunInput, sharded: Sharded, data: TrainingData, world: World, state: LoopState
-) -> tuple[Evaluation, dict[str, Calibration]]:
+) -> _Evaluated:
     """Return the evaluation on the test split, with the validation that selected these weights.
 
-    The calibration is fitted on the validation split and applied to the test split.
+    The calibration is fitted on the validation split and applied to the test split. Without a test split, the
+    evaluation is that validation.
     """
     selected = state.best.evaluation if state.best is not None else None
     validation, test = (
@@ -124,10 +159,17 @@ def _evaluate(
         for split in (data.validation, data.test)
     )
     calibration = calibrate(data.heads, validation, data.validation.labels) if validation else {}
-    if not test:
-        return ({} if selected is None else {"split": "validation"} | selected), calibration
-    evaluation = evaluate(test, data.test, data.heads, calibration)
-    return {"split": "test", **evaluation, "validation": selected}, calibration
+    if test:
+        evaluation = {
+            "split": "test",
+            **evaluate(test, data.test, data.heads, calibration),
+            "validation": selected,
+        }
+        return _Evaluated(evaluation, calibration, predict_labels(test, data.heads, calibration))
+    if selected is None or not validation:
+        return _Evaluated({}, calibration)
+    evaluation = {"split": "validation", **selected}
+    return _Evaluated(evaluation, calibration, predict_labels(validation, data.heads))
 
 
 def _details(data: TrainingData, state: LoopState, steps_per_epoch: int) -> TrainingDetails:

@@ -81,5 +81,60 @@ def test_the_message_compares_the_student_with_its_baseline() -> None:
     }
     result = evaluate_gate(Gate(), {"heads": heads, "teacher": {"heads": heads}})
     assert result.passed
-    assert "mood: better (+0.0500 macro-F1)" in result.message
-    assert "topic: WARNING, not better (-0.0500 macro-F1)" in result.message
+    assert "mood: the student is better than character n-gram counts (+0.0500" in result.message
+    assert "WARNING: topic: the student is not better than character n-gram" in result.message
+
+
+def _with_bounds(*, share_low: float, gain_low: float, confidence: float = 0.95) -> dict[str, Any]:
+    head = {
+        "macro_f1": 0.9,
+        "baseline": {"macro_f1": 0.85},
+        "against_teacher": {"macro_f1_share_interval": {"low": share_low, "high": 1.1}},
+        "against_baseline": {
+            "macro_f1_difference": 0.05,
+            "macro_f1_difference_interval": {"low": gain_low, "high": 0.09},
+        },
+    }
+    teacher = {"heads": {"mood": {"macro_f1": 0.9}}}
+    return {"confidence": confidence, "heads": {"mood": head}, "teacher": teacher}
+
+
+def test_with_a_confidence_the_lower_bound_of_the_share_decides() -> None:
+    gate = Gate(min_macro_f1_share=0.95, confidence=0.95)
+    assert evaluate_gate(gate, _with_bounds(share_low=0.96, gain_low=-0.1)).passed
+    refused = evaluate_gate(gate, _with_bounds(share_low=0.94, gain_low=-0.1))
+    assert not refused.passed
+    assert refused.heads["mood"].share_low == 0.94
+    assert "with 95% confidence: mood: a share of 1.0000, lower bound 0.9400" in refused.message
+    # Bounds of another level were not asked for, and none were computed by older versions.
+    for evaluation in (
+        _with_bounds(share_low=0.96, gain_low=0.1, confidence=0.9),
+        _evaluation({"mood": 0.9}, {"mood": 0.9}),
+    ):
+        assert "lower bound not measured" in evaluate_gate(gate, evaluation).message
+
+
+def test_a_gate_may_require_a_gain_over_the_baseline() -> None:
+    evaluation = _with_bounds(share_low=0.96, gain_low=0.01)
+    assert evaluate_gate(Gate(min_gain_over_baseline=0.04), evaluation).passed
+    refused = evaluate_gate(Gate(min_gain_over_baseline=0.06), evaluation)
+    assert not refused.passed
+    assert "is not 0.06 above that of character n-gram counts: mood: +0.0500" in refused.message
+    strict = Gate(min_macro_f1_share=0.9, min_gain_over_baseline=0.02, confidence=0.95)
+    refused = evaluate_gate(strict, evaluation)
+    assert "with 95% confidence: mood: +0.0500, lower bound +0.0100" in refused.message
+    assert not evaluate_gate(
+        Gate(min_gain_over_baseline=-1), _evaluation({"a": 0.9}, {"a": 0.9})
+    ).passed  # without a baseline there is nothing to compare with
+
+
+def test_a_spec_cannot_lower_the_servers_gain_over_the_baseline() -> None:
+    evaluation = _with_bounds(share_low=0.96, gain_low=0.01)
+    floor = GateFloor(min_gain_over_baseline=0.06)
+    for asked in (None, -1, 0.04):
+        result = evaluate_gate(Gate(min_gain_over_baseline=asked), evaluation, floor=floor)
+        assert not result.passed
+        assert result.min_gain_over_baseline == 0.06
+    assert evaluate_gate(
+        Gate(min_gain_over_baseline=-1), evaluation, floor=GateFloor(min_gain_over_baseline=0.02)
+    ).passed

@@ -3,7 +3,9 @@
 import numpy as np
 
 from services.shared.datasets.card import Head, HeadType
-from services.shared.model.baseline import MAX_CLASSES, add_baseline, baseline, mean_interval
+from services.shared.model import baseline
+from services.shared.model.baseline import MAX_CLASSES, fit_baselines
+from services.shared.model.metrics import Array
 from services.shared.model.tokens import Rows
 
 HEAD = Head(name="mood", type=HeadType.SINGLE_LABEL, labels=["bad", "good"])
@@ -16,13 +18,17 @@ def rows(start: int, count: int) -> Rows:
     return Rows(texts, np.arange(count), {"mood": labels})
 
 
-def test_words_that_decide_are_learned() -> None:
-    found = baseline(HEAD, train=rows(0, 200), held_out=rows(500, 60), seed=0)
-    assert found is not None
-    assert found["accuracy"] == found["macro_f1"] == 1.0
-    assert found["accuracy_interval"] == {"low": 1.0, "high": 1.0}
-    assert found["training_texts"] == 199
-    assert found == baseline(HEAD, train=rows(0, 200), held_out=rows(500, 60), seed=0)
+def share_correct(predicted: Array, held_out: Rows) -> float:
+    return float((predicted == held_out.labels["mood"])[1:].mean())
+
+
+def test_words_that_decide_are_learned_from_labelled_texts() -> None:
+    held_out = rows(500, 60)
+    found = fit_baselines([HEAD], train=rows(0, 200), held_out=held_out, seed=0)["mood"]
+    assert share_correct(found.predicted, held_out) == 1.0
+    assert found.training_texts == 199
+    again = fit_baselines([HEAD], train=rows(0, 200), held_out=held_out, seed=0)["mood"]
+    assert (found.predicted == again.predicted).all()
 
 
 def test_every_label_of_a_multi_label_head_is_learned() -> None:
@@ -30,21 +36,28 @@ def test_every_label_of_a_multi_label_head_is_learned() -> None:
     texts = ["apple", "berry", "apple berry", "none"] * 30
     labels = np.array([[1, 0], [0, 1], [1, 1], [0, 0]] * 30, np.float32)
     data = Rows(texts, np.arange(len(texts)), {"topics": labels})
-    found = baseline(head, train=data, held_out=data, seed=0)
-    assert found is not None
-    assert found["accuracy"] == 1.0
+    found = fit_baselines([head], train=data, held_out=data, seed=0)["topics"]
+    assert (found.predicted == (labels > 0.5)).all()
 
 
-def test_heads_with_too_many_classes_have_no_baseline() -> None:
-    head = HEAD.model_copy(update={"labels": [str(i) for i in range(MAX_CLASSES + 1)]})
-    evaluation = {"heads": {"mood": {"accuracy": 0.5}}}
-    add_baseline(evaluation, [head], train=rows(0, 20), held_out=rows(50, 20), seed=0)
-    assert evaluation == {"heads": {"mood": {"accuracy": 0.5}}}
+def test_heads_with_too_many_classes_or_without_labels_have_no_baseline() -> None:
+    large = HEAD.model_copy(update={"labels": [str(i) for i in range(MAX_CLASSES + 1)]})
+    assert fit_baselines([large], train=rows(0, 20), held_out=rows(50, 20), seed=0) == {}
+    unlabelled = rows(0, 20)
+    unlabelled.labels["mood"][:] = -100
+    assert fit_baselines([HEAD], train=unlabelled, held_out=rows(50, 20), seed=0) == {}
 
 
-def test_the_interval_contains_the_mean_and_narrows_with_more_texts() -> None:
-    generator = np.random.default_rng(0)
-    few, many = (generator.random(size) < 0.8 for size in (100, 10_000))
-    wide, narrow = mean_interval(few, seed=1), mean_interval(many, seed=1)
-    assert wide["low"] < few.mean() < wide["high"]
-    assert narrow["high"] - narrow["low"] < 0.02 < wide["high"] - wide["low"]
+def test_texts_without_a_known_ngram_and_a_single_training_text_are_no_errors() -> None:
+    held_out = Rows(["", "zzz"], np.arange(2), {"mood": np.array([0, 1], np.int32)})
+    one = Rows(["很好"], np.arange(1), {"mood": np.array([1], np.int32)})
+    found = fit_baselines([HEAD], train=one, held_out=held_out, seed=0)["mood"]
+    assert found.predicted.tolist() == [1, 1]
+
+
+def test_the_number_of_characters_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(baseline, "MAX_TRAINING_CHARACTERS", 500)
+    held_out = rows(500, 60)
+    found = fit_baselines([HEAD], train=rows(0, 200), held_out=held_out, seed=0)["mood"]
+    assert 40 <= found.training_texts <= 62  # of 8 or 9 characters
+    assert share_correct(found.predicted, held_out) > 0.9

@@ -19,7 +19,23 @@ from services.shared.model.tokens import load_tokenizer
 if TYPE_CHECKING:
     from tests.model.conftest import MakeClassifier
 
-METRICS = {"split": "test", "heads": {"sentiment": {"accuracy": 0.75}}}
+METRICS = {
+    "split": "test",
+    "confidence": 0.95,
+    "heads": {
+        "sentiment": {
+            "accuracy": 0.75,
+            "accuracy_interval": {"low": 0.7, "high": 0.8},
+            "macro_f1": 0.74,
+            "ece": 0.03,
+            "baseline": {"accuracy": 0.7, "macro_f1": 0.69},
+            "against_baseline": {
+                "macro_f1_difference": 0.05,
+                "macro_f1_difference_interval": {"low": 0.01, "high": 0.09},
+            },
+        }
+    },
+}
 
 
 def seal(
@@ -69,6 +85,11 @@ def test_a_model_card_has_labels_lineage_and_metrics(heads: list[Head]) -> None:
     )
     assert "| sentiment | single_label | bad, good |" in card
     assert "- job_id: `job_1`" in card
-    assert "| sentiment | accuracy | 0.7500 |" in card
+    assert "| this model | sentiment | 0.7500 (0.7000 to 0.8000) | 0.7400 |" in card
+    assert "| n-grams | sentiment | 0.7000 | 0.6900 |" in card
+    assert (
+        "- sentiment: the model is better than character n-gram counts by 0.0500 macro-F1" in card
+    )
+    assert "| sentiment | ece | 0.0300 |" in card
     assert "longer than 48 tokens" in card
     assert "A pair of texts" in card

@@ -19,6 +19,7 @@ from services.cli.pretrained.errors import FetchFailed
 from services.cli.pretrained.fetch import fetch as fetch_model
 from services.cli.responses import ModelResponse
 from services.cli.views.deletion import format_deletion
+from services.shared.jobs.evaluation_text import compare_with_baseline, figures, format_level
 
 app = typer.Typer(no_args_is_help=True, help="Inspect trained models and promote a student.")
 
@@ -77,10 +78,12 @@ def show(
     table.add_row("size", f"{model['parameters']:,} parameters, {model['size_bytes']:,} bytes")
     if model["teacher_model_id"]:
         table.add_row("teacher", model["teacher_model_id"])
-    table.add_row("scores", _scores(model))
     table.add_row("gate", _gate(model))
+    table.add_row("", (model["gate"] or {}).get("message", ""))
     table.add_row("files", model["path"])
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    _print_evaluation(model, console)
 
 
 @app.command()
@@ -204,6 +207,26 @@ def export(
         return
     for head, difference in found["heads"].items():
         Console(highlight=False).print(f"{head}: logits differ by at most {difference:.1e}.")
+
+
+def _print_evaluation(model: ModelResponse, console: Console) -> None:
+    """Print the scores of the model, its teacher and its baseline, and how it compares with them."""
+    metrics = model["metrics"] or {}
+    kind = "student" if model["kind"] == "distill" else model["kind"]
+    rows = figures(metrics, model=kind)
+    if not rows:
+        return
+    confidence = metrics.get("confidence")
+    title = f"{metrics.get('split', 'test')} split"
+    if confidence:
+        title += f", {format_level(confidence)} intervals"
+    table = Table(Column("", no_wrap=True), "head", "accuracy", "macro-F1", title=title)
+    for row in rows:
+        table.add_row(row.model, row.head, row.accuracy, row.macro_f1)
+    console.print(table)
+    for verdict in compare_with_baseline(metrics.get("heads"), confidence=confidence, model=kind):
+        warning = "" if verdict.is_better else "[yellow]WARNING:[/yellow] "
+        console.print(f"{warning}{verdict.sentence}.")
 
 
 def _scores(model: ModelResponse) -> str:

@@ -45,6 +45,13 @@ class JobSettings(BaseSettings):
         description="Lowest macro-F1 on every head with which a student passes its gate, however bad its "
         "teacher is.",
     )
+    gate_min_gain_over_baseline: float | None = Field(
+        None,
+        ge=-1,
+        le=1,
+        description="By how much the macro-F1 of any student must exceed that of its n-gram baseline on every "
+        "head; a spec may ask for more, not for less. Not required if left out.",
+    )
     lease_seconds: float = Field(
         60.0, gt=0, description="A worker that sends no heartbeat for this long loses its job."
     )

@@ -343,6 +343,16 @@ class Gate(_Spec):
     """How close a student must be to its teacher to be promoted without force."""
 
     min_macro_f1_share: Annotated[float, Field(ge=0, le=2), NUMBER] = 0.97
+    min_gain_over_baseline: Annotated[float, Field(ge=-1, le=1), NUMBER] | None = Field(
+        None,
+        description="By how much the student's macro-F1 must exceed that of logistic regression on "
+        "character n-grams, on every head.",
+    )
+    confidence: Annotated[float, Field(ge=0.5, le=0.999), NUMBER] | None = Field(
+        None,
+        description="With it, the lower bounds of the intervals of this level must reach both minima, not "
+        "only the measured values.",
+    )
 
 
 class _DistillJob(_Job):

@@ -10,6 +10,12 @@ from typing import Any
 from services.shared.datasets.card import Head, HeadType
 from services.shared.datasets.text import TextKind
 from services.shared.files.atomic_write import write_text
+from services.shared.jobs.evaluation_text import (
+    BASELINE,
+    compare_with_baseline,
+    figures,
+    format_level,
+)
 
 MODEL_CARD = "README.md"
 
@@ -102,23 +108,35 @@ _INPUTS = {
 
 
 def _metrics(metrics: Mapping[str, Any]) -> list[str]:
-    found: Mapping[str, dict[str, Any]] = metrics.get("heads") or {}
-    rows = [
-        f"| {head} | {name} | {value:.4f} |"
-        for head, values in found.items()
-        for name, value in (values | _baseline(values)).items()
-        if isinstance(value, float)
-    ]
-    if not rows:
+    heads: Mapping[str, dict[str, Any]] = metrics.get("heads") or {}
+    if not heads:
         return ["None: the dataset has no labelled test or validation texts."]
-    split = metrics.get("split", "test")
-    return [f"On the {split} split:", "", "| head | metric | value |", "|---|---|---|", *rows]
+    confidence = metrics.get("confidence")
+    level = f", with {format_level(confidence)} bootstrap intervals" if confidence else ""
+    lines = [f"On the {metrics.get('split', 'test')} split{level}:", ""]
+    lines += ["| model | head | accuracy | macro-F1 |", "|---|---|---|---|"]
+    lines += [
+        f"| {row.model} | {row.head} | {row.accuracy} | {row.macro_f1} |"
+        for row in figures(metrics, model="this model")
+    ]
+    lines += _against_baseline(heads, confidence)
+    rest = [
+        f"| {head} | {name} | {value:.4f} |"
+        for head, values in heads.items()
+        for name, value in values.items()
+        if isinstance(value, float) and name not in ("accuracy", "macro_f1")
+    ]
+    return [*lines, "", "| head | metric | value |", "|---|---|---|", *rest] if rest else lines
 
 
-def _baseline(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of the word-count baseline, by names that tell them apart."""
-    found = values.get("baseline")
-    return {f"baseline {k}": v for k, v in found.items()} if isinstance(found, dict) else {}
+def _against_baseline(heads: Mapping[str, Any], confidence: float | None) -> list[str]:
+    """Return one line for each head that has a baseline."""
+    verdicts = compare_with_baseline(heads, confidence=confidence, model="model")
+    lines = [f"- {verdict.sentence}" for verdict in verdicts]
+    explanation = (
+        f"{BASELINE} is logistic regression on character n-grams of the same labelled texts:"
+    )
+    return ["", explanation, "", *lines] if lines else []
 
 
 def _labels(labels: Sequence[str]) -> str:

@@ -49,6 +49,23 @@ def predict_split(
     return {name: values.cpu().numpy() for name, values in results.items()}
 
 
+def predict_labels(
+    logits: Mapping[str, Array],
+    heads: Sequence[Head],
+    calibration: Mapping[str, Calibration] | None = None,
+) -> dict[str, Array]:
+    """Return predictions by head (see `metrics.predict`), with the thresholds of `calibration`."""
+    found = calibration or {}
+    return {
+        head.name: predict(
+            head,
+            logits[head.name],
+            found.get(head.name, Calibration()).logit_thresholds(head),
+        )
+        for head in heads
+    }
+
+
 def evaluate(
     logits: Mapping[str, Array],
     split: TokenisedSplit,
@@ -61,11 +78,10 @@ def evaluate(
     """
     table = {}
     losses = []
+    predictions = predict_labels(logits, heads, calibration)
     for head in heads:
         labels = split.labels[head.name]
-        fitted = (calibration or {}).get(head.name, Calibration())
-        answered = predict(head, logits[head.name], fitted.logit_thresholds(head))
-        metrics = head_metrics(head, predicted=answered, labels=labels)
+        metrics = head_metrics(head, predicted=predictions[head.name], labels=labels)
         table[head.name] = metrics.report()
         target = torch.from_numpy(labels)
         found = supervised_loss(

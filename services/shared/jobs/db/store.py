@@ -308,6 +308,7 @@ class Store:
                 floor=GateFloor(
                     min_macro_f1_share=self.settings.gate_min_macro_f1_share,
                     min_macro_f1=self.settings.gate_min_macro_f1,
+                    min_gain_over_baseline=self.settings.gate_min_gain_over_baseline,
                 ),
             )
 
