@@ -46,7 +46,12 @@ class Admission:
         Raises InvalidRequest, DoesNotFit with the plan, and SandboxError.
         """
         settings = self._settings
-        request = PlanRequest(resolved, host_memory=settings.host_memory, engine=settings.engine)
+        request = PlanRequest(
+            resolved,
+            host_memory=settings.host_memory,
+            engine=settings.engine,
+            processors_dir=settings.processors_dir,
+        )
         return planned_spec(resolved, self._calculations.run(answer_plan, request))
 
 

@@ -65,11 +65,21 @@ class AlternativeResponse(TypedDict, total=False):
     costs: str
 
 
+class DecisionResponse(TypedDict):
+    """What `auto` became, and why."""
+
+    field: str
+    value: str | int
+    basis: str
+    why: str
+
+
 class PlanResponse(TypedDict, total=False):
     """The memory plan of a job."""
 
     peak_bytes: int
     verdict: str
+    decisions: list[DecisionResponse]
     alternatives: list[AlternativeResponse]
 
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from services.shared.jobs.planning.auto_choices import num_cores
 from services.shared.jobs.spec import Resources
-from services.shared.launch.devices import num_cores
 from services.shared.launch.processes import NUMA_NODES
 from services.shared.launch.torchrun import plan_launch, rank_environment
 

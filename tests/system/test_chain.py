@@ -27,8 +27,8 @@ TEACHER = {
 STUDENT = {**TEACHER, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 COMMON = {
     "training": {"epochs": 6, "learning_rate": 0.01, "max_length": 32},
-    "recipe": {"compute": "float32", "reduce": "float32"},
-    "resources": {"ranks": 1, "device": "cpu"},
+    "recipe": {},
+    "resources": {"ranks": "auto", "device": "cpu"},
 }
 
 
@@ -49,7 +49,7 @@ def upload(url: str) -> str:
 def test_a_chain_ends_with_a_student_being_served(platform: RunningPlatform) -> None:
     url = platform.url
     own = {"config": TEACHER, "tokenizer": {"train": True, "vocab_size": 400}}
-    student = {"config": STUDENT, "tokenizer": "teacher"}
+    student = {"config": STUDENT, "tokenizer": "teacher", "trim_vocabulary": True}
     chain = {
         "kind": "chain",
         "teacher": {"dataset_id": upload(url), "model": own, **COMMON},
@@ -68,6 +68,25 @@ def test_a_chain_ends_with_a_student_being_served(platform: RunningPlatform) -> 
     promotions = httpx.get(f"{url}/promotions").json()["items"]
     assert [promotion["model_id"] for promotion in promotions] == [model["id"]]
     assert predict(url, "the room was dirty")["label"] == "negative"
+    _check_choices(teacher["id"], child["id"], url)
+
+
+def _check_choices(teacher_id: str, student_id: str, url: str) -> None:
+    """What the chain left to the machine was measured and counted, and planned with that."""
+    for job_id in (teacher_id, student_id):
+        job = httpx.get(f"{url}/jobs/{job_id}").json()
+        chosen = {decision["field"]: decision for decision in job["plan"]["decisions"]}
+        assert chosen["recipe.compute"]["basis"] == "measured"
+        assert chosen["recipe.compute"]["value"] == job["recipe"]["compute"]
+        assert job["recipe"]["reduce"] == job["plan"]["recipe"]["compute"]
+        assert chosen["resources.ranks"]["value"] == job["spec"]["resources"]["ranks"]
+        assert job["attempts"][0]["plan"] == job["plan"]
+        assert (
+            httpx.get(f"{url}/models/{job_id}").json()["parameters"]
+            == job["plan"]["num_parameters"]
+        )
+    rows = chosen["student.trim_vocabulary"]["value"]
+    assert rows == httpx.get(f"{url}/models/{student_id}").json()["metrics"]["vocabulary"]["rows"]
 
 
 def predict(url: str, text: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import psutil
 
 from services.api.serving.promotion import StudentRefused
 from services.api.serving.settings import ServingDtype, ServingSettings
+from services.shared.jobs.planning.auto_choices import bf16_is_faster
 from services.shared.memory.architecture.safetensors_headers import read_header
 
 # Peak anonymous memory while loading, over the size of the weights in their serving dtype. Measured
@@ -18,7 +19,6 @@ LOADING_PEAK_RATIO = 1.25
 QUANTIZING_PEAK_RATIO = 1.4
 
 _CGROUP = Path("/sys/fs/cgroup")
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 def check_headroom(
@@ -64,18 +64,6 @@ def bytes_per_weight(settings: ServingSettings) -> int:
     if settings.dtype is ServingDtype.AUTO:
         return 2 if settings.device.startswith("cuda") or bf16_is_faster() else 4
     return 2 if settings.dtype is ServingDtype.BFLOAT16 else 4
-
-
-def bf16_is_faster(cpuinfo: Path = _CPUINFO) -> bool:
-    """Return whether the CPU multiplies bfloat16 faster than float32: with AMX, or AMD's AVX512_BF16.
-
-    Intel's AVX512_BF16 without AMX (on guests whose host hides AMX) is slower: products of 64 to 512
-    tokens ran at 0.52 to 0.58 of the float32 speed (Emerald Rapids, torch 2.13).
-    """
-    if not cpuinfo.exists():
-        return False
-    text = cpuinfo.read_text()
-    return "amx_bf16" in text or ("avx512_bf16" in text and "AuthenticAMD" in text)
 
 
 def available_bytes(cgroup: Path = _CGROUP) -> int:

@@ -243,6 +243,10 @@ def memory_rows(job: JobResponse) -> list[tuple[str, str | None]]:
         rows.append(
             ("planned", f"{format_size(plan['peak_bytes'])} per rank, {plan.get('verdict')}")
         )
+    for decision in plan.get("decisions") or []:
+        field = decision["field"].rpartition(".")[2]
+        why = f"{decision['value']} ({decision['basis']}: {decision['why']})"
+        rows.append((field, why))
     peaks = {rank: max(phases.values()) for rank, phases in (job["measured"] or {}).items()}
     if peaks:
         worst = max(peaks, key=lambda rank: peaks[rank])

@@ -20,10 +20,20 @@ Evaluation = dict[str, Any]
 MeasuredPeaks = dict[str, dict[str, int]]
 
 
+class DecisionDict(TypedDict):
+    """What `auto` became, or will become, and on what basis."""
+
+    field: str  # of the spec
+    value: str | int
+    basis: str  # measured, assumed, machine
+    why: str
+
+
 class JobPlanDict(PlanDict, total=False):
     """The memory plan of a job."""
 
     teacher_placement: str  # of a distillation
+    decisions: list[DecisionDict]  # where the spec left a choice to the machine
 
 
 class ProgressDict(TypedDict, total=False):

@@ -57,6 +57,7 @@ class ResolvedSpec:
         None  # of the model that is trained, where it does not start from a config
     )
     teacher: ResolvedTeacher | None = None
+    vocabulary_rows: int | None = None  # with `trim_vocabulary`, once they have been counted
 
     @property
     def source(self) -> ModelSource:

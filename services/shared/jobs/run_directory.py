@@ -2,6 +2,7 @@
 
     <run>/spec.json            RunInput, written by the worker before torchrun starts
     <run>/plan.json            the memory plan, as stored with the job
+    <run>/prepared.json        Prepared, what was measured and counted before the ranks start
     <run>/stop.json            StopRequest, written by the worker; ranks look at it every step
     <run>/heartbeat.json       WorkerHeartbeat, rewritten by the worker as long as it holds the job
     <run>/progress.jsonl       ProgressRecord, appended by rank 0
@@ -43,6 +44,29 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class LayerSize(_Record):
+    """The matrices that decide the speed of a layer."""
+
+    hidden: int = 768
+    intermediate: int = 3072
+
+
+class MatmulTimes(_Record):
+    """Seconds of one step (forward and backward) through a layer's two matrices, in either format."""
+
+    processor: str
+    threads: int
+    size: LayerSize
+    tokens: int
+    float32_seconds: float
+    bfloat16_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """Return how many times faster bfloat16 is."""
+        return self.float32_seconds / self.bfloat16_seconds
+
+
 class RunInput(_Record):
     """The input of the ranks, with every reference resolved to a path."""
 
@@ -56,6 +80,15 @@ class RunInput(_Record):
     resume_dir: Path | None = None  # checkpoints of an earlier attempt
     recipe: RecipeFields = {}  # with `auto` resolved
     cache_dir: Path | None = None  # signals of teachers, shared by jobs
+    measure: LayerSize | None = None  # for which the preparation is to measure the processor
+
+
+class Prepared(_Record):
+    """What was found out on the machine before the ranks start."""
+
+    times: MatmulTimes | None = None  # where the recipe leaves the number format open
+    vocabulary_rows: int | None = None  # that `trim_vocabulary` keeps
+    vocabulary_rows_before: int | None = None
 
 
 class StopRequest(_Record):
@@ -146,6 +179,7 @@ class RunDirectory:
         self.path = path
         self.spec = path / "spec.json"
         self.plan = path / "plan.json"
+        self.prepared = path / "prepared.json"
         self.stop = path / "stop.json"
         self.heartbeat = path / "heartbeat.json"
         self.progress = path / "progress.jsonl"

@@ -109,6 +109,10 @@ class JobSettings(BaseSettings):
         return self.data_dir / "signals"
 
     @property
+    def processors_dir(self) -> Path:
+        return self.data_dir / "processors"
+
+    @property
     def quarantine_dir(self) -> Path:
         return self.data_dir / "quarantine"
 

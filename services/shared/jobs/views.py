@@ -123,7 +123,7 @@ class JobView(JobSummary):
     """Everything that `GET /jobs/{id}` shows."""
 
     spec: TeacherSpec | DistillSpec
-    recipe: RecipeFields  # of the next or running attempt, `auto` resolved
+    recipe: RecipeFields  # of the next or running attempt, as decided so far
     plan: StoredDocument[JobPlanDict] | None
     metrics: Evaluation | None  # of the last evaluation
     measured: MeasuredPeaks | None

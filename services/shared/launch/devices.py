@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -151,8 +150,3 @@ def _nvidia_nodes(table: str) -> dict[int, int]:
         if node >= 0:
             nodes[int(index)] = node
     return nodes
-
-
-def num_cores() -> int:
-    """Return how many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))

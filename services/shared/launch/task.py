@@ -18,12 +18,14 @@ from services.shared.jobs.ids import new_token
 from services.shared.jobs.lifecycle.disk import full_disk_for_jobs
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import RunDirectory
+from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim, FinishResult, QueuedJob
 from services.shared.launch.aftermath.memory_failure import examine_memory
 from services.shared.launch.aftermath.outcome import determine_outcome
 from services.shared.launch.heartbeat import Heartbeat
-from services.shared.launch.supervise import prepare, supervise
+from services.shared.launch.settle import leaves_choices, settle
+from services.shared.launch.supervise import RunExit, prepare, supervise
 from services.shared.launch.torchrun import plan_launch
 
 log = structlog.get_logger(__name__)
@@ -111,6 +113,14 @@ def _run(
     run = RunDirectory(settings.run_dir(claim.job_id, claim.attempt))
     try:
         run = prepare(claim, settings=settings)
+        if leaves_choices(claim):
+            settled = settle(claim, run=run, store=store, stopping=stopping)
+            if settled is None:
+                return None
+            if isinstance(settled, RunExit):
+                return _outcome(settled, claim, run=run, settings=settings)
+            claim = settled
+            run = prepare(claim, settings=settings)
         launch = plan_launch(
             module,
             run.path,
@@ -131,14 +141,7 @@ def _run(
         )
         if ending is None:
             return None
-        outcome = determine_outcome(
-            run,
-            ending,
-            examine=lambda cause: examine_memory(
-                cause, claim=claim, run=run, settings=settings, exit_code=ending.exit_code
-            ),
-            may_retry=claim.spec.on_out_of_memory == "retry",
-        )
+        outcome = _outcome(ending, claim, run=run, settings=settings)
         return _publish(outcome, run.export, settings.model_dir(claim.model_id))
     except OSError as error:
         return _disk_failure(error, run.path)
@@ -148,6 +151,17 @@ def _run(
         # The text stays in the log: it may hold SQL, paths or tokens, and a job's message is public.
         what = f"{type(error).__name__}; see the worker's log"
         return _failed(Reason.CRASHED, f"The worker itself failed, not the ranks: {what}")
+
+
+def _outcome(ending: RunExit, claim: Claim, *, run: RunDirectory, settings: JobSettings) -> Outcome:
+    return determine_outcome(
+        run,
+        ending,
+        examine=lambda cause: examine_memory(
+            cause, claim=claim, run=run, settings=settings, exit_code=ending.exit_code
+        ),
+        may_retry=claim.spec.on_out_of_memory == "retry",
+    )
 
 
 def _publish(outcome: Outcome, export: Path, destination: Path) -> Outcome:

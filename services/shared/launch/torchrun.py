@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.shared.jobs.planning.auto_choices import num_cores, num_ranks
 from services.shared.jobs.spec import Resources
 from services.shared.launch.devices import (
     DeviceKind,
     allowed_numa_nodes,
     device_kind,
-    num_cores,
     numa_binding_unsupported_reason,
     numa_nodes,
 )
@@ -53,7 +53,7 @@ def plan_launch(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"),
         # A container's own host name often does not resolve.
         *("--local-addr", "127.0.0.1"),
-        *("--nproc-per-node", str(resources.ranks), "--max-restarts", "0"),
+        *("--nproc-per-node", str(num_ranks(resources)), "--max-restarts", "0"),
         *("--log-dir", str(run_dir / "torchrun")),
         *rank,
     ]
@@ -62,6 +62,19 @@ def plan_launch(
     if nodes:
         env[NUMA_NODES] = ",".join(nodes)
     return Launch(command=command, env=env, warnings=warnings)
+
+
+def plan_preparation(
+    run_dir: Path, *, resources: Resources, environment: Mapping[str, str]
+) -> Launch:
+    """Return how to find out, before the ranks start, what a spec leaves to the machine."""
+    env = rank_environment(resources, environment=environment)
+    env |= {
+        RUN_MARK: str(run_dir),
+        "TOKENIZERS_PARALLELISM": "true",
+    }  # no ranks share the cores yet
+    command = [sys.executable, "-u", "-m", "services.shared.training.prepare", str(run_dir)]
+    return Launch(command=command, env=env, warnings=[])
 
 
 def rank_environment(
@@ -78,7 +91,7 @@ def rank_environment(
     env.setdefault("HF_HUB_OFFLINE", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     busy_host = kind is DeviceKind.CPU or offloads
-    threads = max(1, num_cores() // resources.ranks) if busy_host else 1
+    threads = max(1, num_cores() // num_ranks(resources)) if busy_host else 1
     env.setdefault("OMP_NUM_THREADS", str(threads))
     _select_devices(env, kind, resources.visible_devices)
     if kind in (DeviceKind.DCU, DeviceKind.ROCM):
@@ -140,7 +153,7 @@ def _bindings(kind: DeviceKind, resources: Resources) -> tuple[list[str], list[s
     if not known:
         return [], ["Ranks are not bound to NUMA nodes: the vendor's tool does not report them."]
     # Local rank k may be card 4: a subset of the cards is renumbered.
-    cards = resources.visible_devices or list(range(resources.ranks))
+    cards = resources.visible_devices or list(range(num_ranks(resources)))
     usable = allowed_numa_nodes()
     nodes = [known.get(card) for card in cards]
     return [str(node) if node in usable else "" for node in nodes], []

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from services.shared.datasets.card import Head, Split
 from services.shared.datasets.text import plain_text
 from services.shared.jobs.artifact_layout import MANIFEST
+from services.shared.jobs.planning.auto_choices import settle_recipe
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import Recipe, TrainedTokenizer
 from services.shared.jobs.state import Reason
@@ -23,10 +24,13 @@ from services.shared.training.sharding.shard import Sharded, parameter_dtype, sh
 
 
 def resolved_recipe(task: RunInput) -> Recipe:
-    """Return the recipe, with `auto` as the planner resolved it."""
-    if task.recipe:
-        return Recipe.model_validate(task.recipe)
-    return task.spec.recipe if isinstance(task.spec.recipe, Recipe) else Recipe()
+    """Return the recipe, with `auto` as the planner and the worker resolved it.
+
+    Without a worker a number format left open is assumed, on every rank alike.
+    """
+    given = task.spec.recipe if isinstance(task.spec.recipe, Recipe) else Recipe()
+    recipe = Recipe.model_validate(task.recipe) if task.recipe else given
+    return settle_recipe(recipe, device=task.spec.resources.device, times=None)[0]
 
 
 def inference_recipe(recipe: Recipe) -> Recipe:

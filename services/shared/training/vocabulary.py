@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Split
 from services.shared.datasets.split import text_key
 from services.shared.datasets.text import Text
 from services.shared.jobs.run_directory import RunDirectory, RunInput, write_json
+from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Reason
+from services.shared.model.classifier import build_config
 from services.shared.model.tokens import load_tokenizer, read_rows
 from services.shared.model.vocabulary import (
     changed_share,
@@ -69,6 +71,26 @@ def trim_shared_vocabulary(
     world.barrier()
     kept = KeptRows.model_validate_json((directory / KEPT_ROWS).read_bytes())
     return RunVocabulary(load_tokenizer(directory), trim_config(config, kept.rows), kept)
+
+
+def trim_vocabulary_of(run: RunDirectory, task: RunInput) -> KeptRows:
+    """Choose the vocabulary of a run before its ranks start. Raises RunFailed."""
+    source = task.spec.model if isinstance(task.spec, TeacherSpec) else task.spec.student
+    from_teacher = source.tokenizer == "teacher"
+    with fail_with(Reason.BAD_MODEL):
+        directory = task.teacher_dir if from_teacher else task.model_dir
+        assert directory is not None
+        tokenizer = load_tokenizer(directory)
+        if source.config is None:
+            base = task.model_dir or task.teacher_dir
+            config = AutoConfig.from_pretrained(
+                str(base), local_files_only=True, trust_remote_code=False
+            )
+        else:
+            config = build_config(
+                source.config, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
+            )
+    return trim_vocabulary(task, tokenizer, config, run.path / "tokenizer")
 
 
 def trim_vocabulary(

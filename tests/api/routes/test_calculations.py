@@ -94,18 +94,18 @@ def test_diagnoses_do_not_delay_other_requests(offline: Platform) -> None:
         {"training": {"epochs": 3, "learning_rate": 1e-5}, "recipe": {"optimizer": "adafactor"}},
     ],
 )
-def test_a_plan_of_a_sandbox_equals_one_outside(fields: dict[str, object]) -> None:
+def test_a_plan_of_a_sandbox_equals_one_outside(fields: dict[str, object], tmp_path: Path) -> None:
     job = resolved(**fields)
-    request = PlanRequest(job, host_memory="64GiB", engine="fsdp2")
+    request = PlanRequest(job, host_memory="64GiB", engine="fsdp2", processors_dir=tmp_path)
     adapter = TypeAdapter(ResolvedSpec)
     assert adapter.validate_json(adapter.dump_json(job)) == job
     answer = sandboxes().calculations.run(answer_plan, request)
     assert planned_spec(job, answer) == plan_resolved(job, request)
 
 
-def test_a_refusal_of_a_sandbox_equals_one_outside() -> None:
+def test_a_refusal_of_a_sandbox_equals_one_outside(tmp_path: Path) -> None:
     job = resolved(resources={"ranks": 1024, "device": "k100_ai"})
-    request = PlanRequest(job, host_memory=None, engine="fsdp2")
+    request = PlanRequest(job, host_memory=None, engine="fsdp2", processors_dir=tmp_path)
     with pytest.raises(InvalidRequest) as outside:
         plan_resolved(job, request)
     with pytest.raises(InvalidRequest) as inside:

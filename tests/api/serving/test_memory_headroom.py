@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from services.api.serving.memory_headroom import (
     LOADING_PEAK_RATIO,
     available_bytes,
-    bf16_is_faster,
     bytes_per_weight,
     check_headroom,
     serving_bytes,
 )
 from services.api.serving.promotion import StudentRefused
 from services.api.serving.settings import ServingDtype, ServingSettings
+from services.shared.jobs.planning.auto_choices import bf16_is_faster
 
 MIB = 1024**2
 WEIGHTS = 4 * MIB

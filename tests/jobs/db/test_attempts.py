@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,22 @@ def test_a_claim_has_the_directory_of_every_reference(driver: StoreDriver) -> No
     assert resolved.teacher == ResolvedTeacher(driver.settings.model_dir(teacher))
     assert claim.recipe == Recipe().model_dump(mode="json")
     assert claim.resume_dir is None
+
+
+def test_what_a_worker_decided_is_kept_for_the_next_attempt(driver: StoreDriver) -> None:
+    claim = driver.claim(driver.queued(resources={"ranks": "auto"}).id)
+    spec = claim.spec.model_copy(
+        update={"resources": claim.spec.resources.model_copy(update={"ranks": 3})}
+    )
+    recipe = claim.recipe | {"compute": "float32", "reduce": "float32"}
+    assert driver.store.settle(replace(claim, spec=spec, recipe=recipe))
+    driver.store.end_lost_attempts(now=driver.store.job(claim.job_id).created_at.replace(year=2999))
+    again = driver.claim(claim.job_id)
+    assert (again.spec, again.recipe) == (spec, recipe)
+    job = driver.store.job(claim.job_id)
+    assert [attempt.recipe for attempt in job.attempts] == [recipe, recipe]
+    assert not driver.store.settle(replace(claim, recipe={"compute": "bfloat16"}))
+    assert driver.store.job(claim.job_id).recipe == recipe
 
 
 def test_a_claim_whose_dataset_was_removed_has_a_problem(driver: StoreDriver) -> None:

@@ -78,7 +78,7 @@ def test_auto_changes_nothing_that_already_fits() -> None:
     model = shape.from_preset("qwen3-0.6b", heads=[2])
     machine = machine_of(spec, settings())
     chosen = plan_job(spec, model=model, teacher=None, machine=machine, engine=Engine.FSDP2)
-    assert chosen.recipe == Recipe()
+    assert chosen.recipe == Recipe(compute="bfloat16", reduce="bfloat16")
 
 
 def test_a_smaller_micro_batch_becomes_a_token_budget() -> None:

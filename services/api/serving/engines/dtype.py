@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from services.api.serving.memory_headroom import bf16_is_faster
 from services.api.serving.settings import ServingDtype
+from services.shared.jobs.planning.auto_choices import bf16_is_faster
 
 
 def choose_device(name: str) -> torch.device:

@@ -12,11 +12,11 @@ from sqlalchemy.orm import Session
 from services.shared.jobs.db import job_queries, model_queries, usage_queries
 from services.shared.jobs.db.tables import IS_LEASED, IS_QUEUED, AttemptRow, JobRow
 from services.shared.jobs.db.transitions import ColumnValues, append_event, next_state, transition
-from services.shared.jobs.documents import EventDataDict, ProgressDict
+from services.shared.jobs.documents import EventDataDict, JobPlanDict, ProgressDict, RecipeFields
 from services.shared.jobs.errors import InvalidTransition
 from services.shared.jobs.gates import GateFloor
 from services.shared.jobs.outcome import End, Outcome
-from services.shared.jobs.spec import Recipe
+from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec
 from services.shared.jobs.state import JobState, Phase, Reason
 from services.shared.jobs.views import EventType, FinishResult, HeartbeatReply, Kind, QueuedJob
 
@@ -79,6 +79,29 @@ def claim(
         )
     )
     return ClaimedRow(job=job, earlier=_earlier_attempts(session, job))
+
+
+def settle(
+    session: Session,
+    job_id: str,
+    *,
+    attempt: int,
+    token: str,
+    spec: TeacherSpec | DistillSpec,
+    recipe: RecipeFields,
+    plan: JobPlanDict | None,
+) -> bool:
+    """Store what was decided before the ranks start, with the job and its attempt; False without lease.
+
+    A later attempt, which resumes from its checkpoints, takes the same.
+    """
+    job = _held(session, job_id, token)
+    if job is None:
+        return False
+    job.spec, job.recipe, job.plan = spec.model_dump(mode="json"), recipe, plan
+    row = session.get_one(AttemptRow, (job_id, attempt))
+    row.recipe, row.plan = recipe, plan
+    return True
 
 
 def heartbeat(

@@ -271,6 +271,19 @@ class Store:
             references = claimed_references(session, claimed)
         return make_claim(claimed, references, settings=self.settings)
 
+    def settle(self, claim: Claim) -> bool:
+        """Store what was decided for a claim before its ranks start; False when the lease was lost."""
+        with transaction(self.engine) as session:
+            return attempt_queries.settle(
+                session,
+                claim.job_id,
+                attempt=claim.attempt,
+                token=claim.token,
+                spec=claim.spec,
+                recipe=claim.recipe,
+                plan=claim.plan,
+            )
+
     def heartbeat(
         self,
         claim: Claim,

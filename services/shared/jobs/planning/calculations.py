@@ -7,6 +7,7 @@ headers of files that a user names.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from services.shared.jobs.documents import JobPlanDict
@@ -27,6 +28,7 @@ class PlanRequest:
     resolved: ResolvedSpec
     host_memory: str | None
     engine: Literal["fsdp1", "fsdp2"] | None
+    processors_dir: Path
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,15 @@ def shape_of(
 def model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
     """Return the shape of the model that a job trains; a student may be cut from its teacher.
 
+    With `trim_vocabulary` it has all rows of the embedding until the kept ones have been counted.
     Raises InvalidInput.
     """
+    found = _model_of(resolved, teacher)
+    rows = resolved.vocabulary_rows
+    return found if rows is None else found.with_vocabulary(rows)
+
+
+def _model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
     source, teacher_shape = resolved.source, None if teacher is None else teacher.shape
     if teacher_shape is not None and source.layers_of_teacher is not None:
         kept = -(-teacher_shape.num_layers // source.layers_of_teacher)

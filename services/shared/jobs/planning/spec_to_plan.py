@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Literal, Protocol, cast
 
 import structlog
@@ -16,9 +17,16 @@ from pydantic import BaseModel, ValidationError
 
 from services.shared.jobs.documents import JobPlanDict, RecipeFields
 from services.shared.jobs.errors import DoesNotFit, InvalidRequest
+from services.shared.jobs.planning.auto_choices import (
+    num_ranks,
+    ranks_decisions,
+    read_times,
+    settle_recipe,
+)
 from services.shared.jobs.planning.model_shapes import ENCODERS, Teacher, model_of, teacher_of
 from services.shared.jobs.planning.spec_changes import split_changes
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, Unplanned
+from services.shared.jobs.run_directory import LayerSize, MatmulTimes
 from services.shared.jobs.spec import DistillSpec, Recipe, TeacherSpec, Training
 from services.shared.memory import hardware, recipe
 from services.shared.memory.architecture import shape
@@ -45,6 +53,8 @@ class MachineSettings(Protocol):
     def host_memory(self) -> str | None: ...
     @property
     def engine(self) -> Literal["fsdp1", "fsdp2"] | None: ...
+    @property
+    def processors_dir(self) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,20 @@ def plan_resolved(resolved: ResolvedSpec, settings: MachineSettings) -> PlannedS
             teacher=teacher,
             machine=machine_of(resolved.spec, settings),
             engine=engine_of(settings),
+            times=read_times(settings.processors_dir, layer_size(model)),
         )
     except InvalidInput as error:
         raise InvalidRequest(str(error), field=_spec_field(error.field)) from error
+    if resolved.source.trim_vocabulary and resolved.vocabulary_rows is None:
+        part = "model" if isinstance(resolved.spec, TeacherSpec) else "student"
+        planned.plan.setdefault("decisions", []).append(
+            {
+                "field": f"{part}.trim_vocabulary",
+                "value": model.dims.vocab_size,
+                "basis": "assumed",
+                "why": "planned with all rows; those that are kept are counted before the ranks start",
+            }
+        )
     return PlannedSpec(resolved, plan=planned.plan, recipe=planned.recipe)
 
 
@@ -95,8 +116,12 @@ def plan_job(
     teacher: Teacher | None,
     machine: hardware.Hardware,
     engine: recipe.Engine,
+    times: MatmulTimes | None = None,
 ) -> JobPlan:
     """Plan a job and choose its recipe. Raises DoesNotFit, with the plan and what would fit.
+
+    A number format left to the processor is planned by `times`, or as assumed; it stays `auto` in the
+    recipe until a worker decides it.
 
     `model` is trained; `teacher` is the frozen model of a distillation. With `recipe: auto` an
     alternative is taken where the defaults do not fit well; with `teacher_placement: auto` the
@@ -104,12 +129,13 @@ def plan_job(
     refused. Raises InvalidInput for what cannot be planned.
     """
     wanted = spec.recipe if isinstance(spec.recipe, Recipe) else Recipe()
+    settled, decisions = settle_recipe(wanted, device=spec.resources.device, times=times)
     memory_recipe = to_memory_recipe(
-        wanted, spec.training, model=model, ranks=machine.ranks, engine=engine
+        settled, spec.training, model=model, ranks=machine.ranks, engine=engine
     )
     own, frozen = _plan(spec, model, teacher, memory_recipe, machine)
     offered = alternatives.alternatives(model, memory_recipe, machine, teacher=frozen)
-    chosen, chosen_recipe = own, wanted
+    chosen, chosen_recipe = own, wanted if decisions else settled
     placement = None if frozen is None else frozen.placement
     alternative = _choose(spec, own, offered, memory_recipe) if spec.recipe == "auto" else None
     if alternative is not None:
@@ -118,10 +144,12 @@ def plan_job(
         assert changes is not None
         moved, changes = split_changes(changes)
         placement = placement if moved is None else Placement(moved)
-        chosen_recipe = Recipe.model_validate(wanted.model_dump() | changes)
+        chosen_recipe = Recipe.model_validate(chosen_recipe.model_dump() | changes)
     document = cast("JobPlanDict", chosen.to_dict([a.to_dict() for a in offered]))
     if placement is not None:
         document["teacher_placement"] = str(placement)  # the ranks do as planned
+    if decisions := [*decisions, *ranks_decisions(spec.resources)]:
+        document["decisions"] = decisions
     if not chosen.runs and not spec.allow_overcommit:
         raise DoesNotFit(_refusal(chosen, offered), document)
     return JobPlan(document, chosen_recipe)
@@ -221,7 +249,7 @@ def to_spec_changes(changes: Changes, base: recipe.Recipe) -> RecipeFields | Non
 
 def machine_of(spec: TeacherSpec | DistillSpec, settings: MachineSettings) -> hardware.Hardware:
     """Return the hardware that a spec declares. Raises InvalidInput."""
-    resources = spec.resources
+    resources, ranks = spec.resources, num_ranks(spec.resources)
     named = resources.host_memory or settings.host_memory
     host = parse_size(named, field="host_memory") if named else host_memory_bytes()
     device = (
@@ -232,16 +260,30 @@ def machine_of(spec: TeacherSpec | DistillSpec, settings: MachineSettings) -> ha
     if hardware.find_device(resources.device).name == "cpu":
         # On a CPU the ranks share the host, which is their device.
         if device is None and host is not None:
-            device = host // resources.ranks
+            device = host // ranks
         host = None
     elif not named:
         host = None  # this process may run on another machine than the workers
     return hardware.machine(
         resources.device,
-        ranks=resources.ranks,
+        ranks=ranks,
         device_memory_bytes=device,
         host_memory_bytes=host,
     )
+
+
+def layer_size(model: shape.Shape) -> LayerSize:
+    """Return the size by which the processor's speed for this model is measured."""
+    return LayerSize(hidden=model.dims.hidden_size, intermediate=model.dims.intermediate_size)
+
+
+def size_of_layers(resolved: ResolvedSpec) -> LayerSize:
+    """Return the layer size of the model that a job trains; a usual one where it is not known."""
+    try:
+        teacher = teacher_of(resolved) if isinstance(resolved.spec, DistillSpec) else None
+        return layer_size(model_of(resolved, teacher))
+    except (InvalidInput, InvalidRequest):
+        return LayerSize()
 
 
 def engine_of(settings: MachineSettings) -> recipe.Engine:

@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from services.shared.jobs.documents import JobPlanDict, RecipeFields
+from services.shared.jobs.planning.auto_choices import num_ranks, settle_recipe
 from services.shared.jobs.planning.model_shapes import Teacher, model_of, teacher_of
 from services.shared.jobs.planning.spec_changes import split_changes
 from services.shared.jobs.planning.spec_to_plan import (
@@ -74,7 +75,8 @@ def examine_memory(
     A distillation's message is read without its shapes: two models were on the device, and an
     allocation may belong to either. Its remedies are those of its plan, which has both.
     """
-    recipe = Recipe.model_validate(claim.recipe)
+    open_recipe = Recipe.model_validate(claim.recipe)  # of a preparation that ran out of memory
+    recipe, _ = settle_recipe(open_recipe, device=claim.spec.resources.device, times=None)
     try:
         job = _known_job(claim, recipe, settings)
         facts = _facts(claim, recipe, job, settings)
@@ -109,7 +111,7 @@ def _known_job(claim: Claim, recipe: Recipe, settings: JobSettings) -> _Job | No
         recipe,
         claim.spec.training,
         model=model,
-        ranks=claim.spec.resources.ranks,
+        ranks=num_ranks(claim.spec.resources),
         engine=engine_of(settings),
     )
     return _Job(model, teacher, _frozen(teacher, claim, planned), planned)

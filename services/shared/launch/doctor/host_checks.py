@@ -6,10 +6,10 @@ import os
 import re
 import resource
 
+from services.shared.jobs.planning.auto_choices import num_cores
 from services.shared.launch.devices import (
     DeviceKind,
     allowed_numa_nodes,
-    num_cores,
     numa_binding_unsupported_reason,
 )
 from services.shared.launch.doctor.machine import (

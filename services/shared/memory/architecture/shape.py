@@ -86,6 +86,10 @@ class Shape:
         """Return this shape as a causal language model, its output projection included."""
         return replace(self, language_head=True)
 
+    def with_vocabulary(self, rows: int) -> Shape:
+        """Return this shape with a token embedding of `rows` rows."""
+        return replace(self, dims=replace(self.dims, vocab_size=rows))
+
     def with_layers(self, num_layers: int) -> Shape:
         """Return this shape cut or extended to `num_layers` layers of the same kind."""
         if num_layers < 1:

@@ -197,7 +197,8 @@ def _observe_sharding(
             build_config(_SHAPE, vocab_size=512, pad_token_id=0),
             [Head(name="check", labels=["a", "b"])],
         )
-    recipe = Recipe() if device.type != "cpu" else Recipe(compute="float32", reduce="float32")
+    compute = "bfloat16" if device.type != "cpu" else "float32"
+    recipe = Recipe.model_validate({"compute": compute, "reduce": compute})
     sharded = shard_classifier(classifier, recipe, world)
     initialise(sharded, seed=0)  # verifies by checksum that every parameter was filled
     return observe_sharding(sharded, world)
