@@ -109,6 +109,10 @@ bench-trainer: $(INSTALLED) ## Measure our training step against a hand-written 
 bench-serving: $(INSTALLED) ## Measure serving against other servers (minutes; 2 GB in .stillhouse/bench)
 	$(BIN)/python -m tests.bench.serving $(ARGS)
 
+.PHONY: bench-memory
+bench-memory: $(INSTALLED) ## Measure the memory of the API over 20,000 predictions (ARGS="--requests 1000000")
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.serving_memory $(ARGS)
+
 .PHONY: bench-queue
 bench-queue: $(INSTALLED) ## Measure the API and the store with ten thousand queued jobs (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.job_queue --write docs/queue.md $(ARGS)

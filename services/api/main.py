@@ -20,6 +20,7 @@ from services.api.auth.keys import load_keys
 from services.api.deps import AppContext
 from services.api.job_sender import JobSender
 from services.api.limits.rate_limit import create_rate_limiters
+from services.api.limits.spool import remove_abandoned
 from services.api.limits.uploads import UploadLimiter
 from services.api.logs import configure_logs
 from services.api.promotions import PromotionFeed
@@ -82,6 +83,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
         sandboxes=sandboxes,
         probes={
             "database": store.ping,
+            "schema": store.check_schema,
             "broker": lambda: depth(celery, "teacher"),
             "data_dir": lambda: _writable(settings),
             "epoch": lambda: check_epoch(LifecycleStore(store)),
@@ -96,6 +98,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001
         if keys.is_empty:
             log.warning("api_keys_off", why="no keys file; listening on loopback only")
+        remove_abandoned(settings.uploads_dir)
         sandboxes.start()
         predictor.start()
         try:

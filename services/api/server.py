@@ -19,6 +19,7 @@ def server_config(app: FastAPI, settings: ApiSettings) -> uvicorn.Config:
         header_seconds=settings.header_seconds,
         body_bytes_per_second=settings.body_bytes_per_second,
         body_grace_seconds=settings.body_grace_seconds,
+        body_seconds=settings.body_seconds,
         write_seconds=settings.write_seconds,
     )
     return uvicorn.Config(

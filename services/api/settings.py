@@ -90,6 +90,9 @@ class ApiSettings(JobSettings):
     body_grace_seconds: float = Field(
         10.0, gt=0, description="Time over which the rate of a body is measured."
     )
+    body_seconds: float = Field(
+        3600.0, gt=0, description="Deadline for a whole body, at any rate; 408 after it."
+    )
     write_seconds: float = Field(
         60.0,
         gt=0,

@@ -23,6 +23,7 @@ from services.api.app import create_app
 from services.api.auth.keys import Keys
 from services.api.deps import AppContext
 from services.api.sandboxes import create_sandboxes
+from services.api.server import server_config
 from services.api.serving.active_models import ActiveModel
 from services.api.serving.encoder import TokenizerEncoder
 from services.api.serving.prediction import FloatArray
@@ -77,6 +78,7 @@ def main() -> None:
         database_url="postgresql+psycopg://nobody@127.0.0.1:1/nothing",
         broker_url="redis://127.0.0.1:1/0",
         data_dir=Path(tempfile.gettempdir()),
+        port=options.port,
     )
     context = AppContext(
         settings=settings,
@@ -95,14 +97,8 @@ def main() -> None:
         yield
         await predictor.stop()
 
-    uvicorn.run(
-        create_app(context, lifespan=lifespan),
-        host="127.0.0.1",
-        port=options.port,
-        access_log=False,
-        server_header=False,
-        log_level="warning",
-    )
+    app = create_app(context, lifespan=lifespan)
+    uvicorn.Server(server_config(app, settings)).run()
 
 
 def _null_student(artifact: Path) -> ActiveModel:

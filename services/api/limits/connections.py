@@ -1,6 +1,6 @@
 """Limits of a connection that hold before a request exists: header size, deadlines, number of connections.
 
-    connection made ── header_seconds ──> request ── body: upload_bytes_per_second ──> response
+    connection made ── header_seconds ──> request ── body: its rate, body_seconds ──> response
           ^                                                                              │
           └────────────────────── idle: keep_alive_seconds ──────────────────────────────┘
 
@@ -33,6 +33,7 @@ class ConnectionLimits:
     header_seconds: float = 10.0
     body_grace_seconds: float = 10.0  # between two checks of the rate
     body_bytes_per_second: float = 1024.0
+    body_seconds: float = 3600.0  # for the whole body, at any rate
     write_seconds: float = 60.0
 
 
@@ -78,6 +79,7 @@ class LimitedProtocol(H11Protocol):
         self._limits = connections.limits
         self._address = ""
         self._received_bytes = 0  # since the last check of the body's rate
+        self._body_ends_at = 0.0
         self._header_timer: asyncio.TimerHandle | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -132,6 +134,7 @@ class LimitedProtocol(H11Protocol):
         """Measure the rate while the client has a body to send."""
         if self.conn.their_state is h11.SEND_BODY:
             if self._body_timer is None:
+                self._body_ends_at = self.loop.time() + self._limits.body_seconds
                 self._await_body()
         elif self._body_timer is not None:
             self._body_timer.cancel()
@@ -152,12 +155,16 @@ class LimitedProtocol(H11Protocol):
 
     def _await_body(self) -> None:
         self._received_bytes = 0
-        self._body_timer = self._later(self._limits.body_grace_seconds, self._check_body)
+        left = self._body_ends_at - self.loop.time()
+        self._body_timer = self._later(min(self._limits.body_grace_seconds, left), self._check_body)
 
     def _check_body(self) -> None:
         """Close the connection of a body that arrives too slowly, unless it is we who do not read."""
         self._body_timer = None
         if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
+            return
+        if self.loop.time() >= self._body_ends_at:
+            self._refuse(408, b"The body did not arrive in time.", why="body_deadline")
             return
         expected = self._limits.body_bytes_per_second * self._limits.body_grace_seconds
         if not self.flow.read_paused and self._received_bytes < expected:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request
@@ -33,9 +31,9 @@ from services.api.deps import (
     StoreDep,
 )
 from services.api.limits.body import text_fault
+from services.api.limits.spool import spooled
 from services.api.openapi import links, problems
 from services.api.problems import ProblemError, invalid_field
-from services.api.settings import ApiSettings
 from services.shared.datasets.preview import Preview
 from services.shared.datasets.sandbox import ingest_in_sandbox, preview_in_sandbox
 from services.shared.datasets.upload import Format, Layout
@@ -238,7 +236,7 @@ def _store(
     if fault := text_fault(name):
         raise invalid_field("file", f"The file name {fault}; give a `name`.")
     settings = context.settings
-    with _copied(file, settings) as upload:
+    with spooled(file.file, settings.uploads_dir) as upload:
         card = ingest_in_sandbox(
             context.sandboxes.validations,
             upload,
@@ -260,7 +258,7 @@ def _store(
 
 def _preview(file: UploadFile, form: DatasetForm, context: AppContext) -> Preview:
     filename = _shown_name(file.filename or "")
-    with _copied(file, context.settings) as upload:
+    with spooled(file.file, context.settings.uploads_dir) as upload:
         return preview_in_sandbox(
             context.sandboxes.validations,
             upload,
@@ -268,15 +266,6 @@ def _preview(file: UploadFile, form: DatasetForm, context: AppContext) -> Previe
             layout=form,
             filename=filename,
         )
-
-
-@contextmanager
-def _copied(file: UploadFile, settings: ApiSettings) -> Iterator[Path]:
-    """Yield the path of a temporary copy of an upload."""
-    with tempfile.NamedTemporaryFile(dir=settings.uploads_dir, suffix=".upload") as copy:
-        shutil.copyfileobj(file.file, copy, 1024 * 1024)
-        copy.flush()
-        yield Path(copy.name)
 
 
 def _shown_name(filename: str) -> str:

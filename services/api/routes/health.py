@@ -15,7 +15,7 @@ from services.api.auth.keys import Scope
 from services.api.deps import AppContext, ContextDep
 from services.api.openapi import problems
 from services.api.problems import RETRY_AFTER_SECONDS, ProblemError
-from services.shared.jobs.errors import Unavailable
+from services.shared.jobs.errors import OldSchema, Unavailable
 from services.shared.jobs.lifecycle.epoch import EpochMismatch
 from services.shared.jobs.projects import Access, alias_seen_by
 
@@ -142,7 +142,7 @@ def _probe_dependencies(context: AppContext) -> dict[str, DependencyStatus]:
         ok, problem = True, None
         try:
             probe()
-        except EpochMismatch as error:
+        except (EpochMismatch, OldSchema) as error:
             ok, problem = False, str(error)
         except (Unavailable, OSError):
             ok = False

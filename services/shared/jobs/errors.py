@@ -11,6 +11,7 @@
     ├── StorageQuotaExceeded  the key stores as much as it may store
     ├── DoesNotFit          the memory plan refuses the job
     └── Unavailable         the database or the broker cannot be reached
+        └── OldSchema       the database has not been migrated to what this version needs
 
 An expected end of a run is a value (`jobs.outcome.Outcome`), never an exception.
 """
@@ -106,6 +107,16 @@ class DoesNotFit(StillhouseError):
 
 class Unavailable(StillhouseError):
     """A service that the request needs cannot be reached."""
+
+
+class OldSchema(Unavailable):
+    """The database has an older schema than this version needs; the message may be shown to anyone."""
+
+    def __init__(self, found: str, needed: str) -> None:
+        super().__init__(
+            f"The database has schema version {found}, this server needs {needed}: run "
+            "`python -m services.shared.jobs.db.migrations`, or restart `stillhouse up`."
+        )
 
 
 @contextmanager

@@ -100,6 +100,24 @@ def test_a_slow_body_that_keeps_the_rate_is_read(offline: Platform) -> None:
         assert b" 200 " in _answer(connection)
 
 
+def test_a_body_that_keeps_the_rate_has_a_deadline_all_the_same(offline: Platform) -> None:
+    limits = {"body_seconds": 1, "body_grace_seconds": 0.3, "body_bytes_per_second": 1}
+    with serve(offline, **limits) as address, socket.create_connection(address) as connection:
+        started = time.monotonic()
+        connection.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
+        connection.settimeout(0.05)
+        found = b""
+        while not found and time.monotonic() < started + 20:
+            connection.sendall(b" " * 10)
+            try:
+                found = connection.recv(1000)
+            except TimeoutError:
+                continue
+        assert b" 408 " in found
+        assert b"did not arrive in time" in found
+        assert time.monotonic() - started < 10
+
+
 def test_a_connection_answers_several_requests_with_pauses_between(offline: Platform) -> None:
     with (
         serve(offline, header_seconds=0.5) as address,

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from services.shared.jobs.db.migrations.upgrade import migrate
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.run_directory import Report
@@ -42,6 +43,20 @@ def test_not_ready_is_a_problem_that_names_the_failed_dependency(offline: Platfo
     assert response.headers["retry-after"]
     assert "broker" in response.json()["detail"]
     assert response.json()["parts"]["database"]["ok"] is True
+
+
+def test_an_old_schema_is_not_ready_and_says_what_to_do(
+    platform: Platform, database_url: str
+) -> None:
+    platform.probes = {"schema": platform.store.check_schema}
+    client = platform.client()
+    assert client.get("/readyz").status_code == 200
+    migrate(database_url, target="0003")  # as a database that an older version has migrated
+    response = client.get("/readyz")
+    assert response.status_code == 503
+    assert "has schema version 0003" in response.json()["detail"]
+    assert "services.shared.jobs.db.migrations" in response.json()["detail"]
+    assert client.get("/jobs").status_code == 503
 
 
 def test_health_lists_served_models_while_a_dependency_is_down(

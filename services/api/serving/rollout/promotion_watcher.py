@@ -22,6 +22,7 @@ from services.api.serving.promotion import (
     RolloutListener,
     StudentRefused,
 )
+from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 from services.shared.jobs.errors import Unavailable
 
 log = structlog.get_logger(__name__)
@@ -73,14 +74,21 @@ class PromotionWatcher:
         self._reloads.put(model_id)
 
     def poll(self) -> bool:
-        """Act on the current promotions; return whether an active model changed."""
+        """Act on the current promotions; return whether an active model changed.
+
+        The default alias comes first, then the newest promotions. Where loading takes long, as of hundreds
+        of aliases after a restart, it returns after the first, so that newer promotions are seen.
+        """
+        read_at = self._clock()
         by_alias = _by_alias(self._promotions())
         changed = False
         while not self._reloads.empty():
             changed |= self._reload(self._reloads.get())
         withdrawn = [alias for alias in self._serving if alias not in by_alias]
-        for alias in [*by_alias, *withdrawn]:
+        for alias in sorted([*by_alias, *withdrawn], key=lambda each: each != DEFAULT_ALIAS):
             changed |= self._update_alias(alias, by_alias.get(alias, []))
+            if changed and self._clock() - read_at > self._poll_seconds:
+                return True
         return changed
 
     def _run(self) -> None:

@@ -80,6 +80,8 @@ def transaction(engine: Engine, *, project: str | None = None) -> Iterator[Sessi
             raise Unavailable(
                 f"The database does not answer: {cause[0] if cause else ''}"
             ) from error
+        if getattr(error.orig, "sqlstate", None) in _NOT_MIGRATED:
+            raise Unavailable("The database lacks tables or columns of this version") from error
         error.statement = error.params = None
         raise
 
@@ -109,6 +111,7 @@ def session_lock(engine: Engine, key: int) -> Iterator[bool]:
                 connection.invalidate()
 
 
+_NOT_MIGRATED = ("42P01", "42703")  # undefined table, undefined column
 # SQLSTATE classes and codes of a server that will accept the same statement later.
 _OUTAGE_CLASSES = (
     "08",

@@ -16,6 +16,7 @@ from services.shared.jobs.db.claims import claimed_references, make_claim
 from services.shared.jobs.db.connection import create_engine, transaction
 from services.shared.jobs.db.pagination import checked_limit, shown
 from services.shared.jobs.db.references import load_references
+from services.shared.jobs.db.schema_version import check_schema_version
 from services.shared.jobs.db.tables import DatasetRow
 from services.shared.jobs.documents import JobPlanDict, ProgressDict
 from services.shared.jobs.errors import Conflict, NotFound
@@ -75,6 +76,11 @@ class Store:
         with self._transaction() as session:
             # Changes nothing, and is refused by a read-only database as any other write.
             session.execute(text("UPDATE jobs SET worker = worker WHERE false"))
+
+    def check_schema(self) -> None:
+        """Check that no migration is missing. Raises OldSchema, and Unavailable."""
+        with self._transaction() as session:
+            check_schema_version(session)
 
     # Datasets
 

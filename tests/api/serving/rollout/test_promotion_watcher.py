@@ -215,3 +215,24 @@ def test_a_refused_reload_leaves_the_model_in_place(registry: Registry) -> None:
     assert not watcher.poll()
     assert active_models.get() is previous
     assert registry.refusals == []  # the promotion keeps serving
+
+
+def test_the_default_alias_is_loaded_first_and_a_new_promotion_does_not_wait_for_all(
+    registry: Registry,
+) -> None:
+    for number in range(700):
+        registry.promote(f"mdl_{number}", alias=f"alias-{number}")
+    registry.promotions.append(promotion_of(0, "mdl_default"))  # the oldest
+
+    def take_a_second() -> None:
+        registry.now += 1
+
+    registry.on_load = take_a_second
+    watcher = registry.watcher(ActiveModels())
+    assert watcher.poll()
+    assert registry.loaded == ["mdl_default"]
+    registry.promote("mdl_new")
+    assert watcher.poll()
+    assert registry.loaded == ["mdl_default", "mdl_new"]
+    assert watcher.poll()
+    assert registry.loaded[2:] == ["mdl_699"]
