@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from services.distiller.inputs import read_data
+from services.distiller.inputs import Reader, read_data
 from services.distiller.objective import build_objective, matched_layers
 from services.distiller.publish import publish, record_teacher
 from services.distiller.signal_file import hash_teacher
@@ -65,9 +65,10 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             data = read_data(
                 task,
                 heads,
-                student=init.tokenizer,
-                teacher=teacher_tokenizer(task.spec, init, files),
-                teacher_max_length=files.max_length,
+                student=Reader(init.tokenizer, training.max_length, init.prefix),
+                teacher=Reader(
+                    teacher_tokenizer(task.spec, init, files), files.max_length, files.prefix
+                ),
             )
     train, pad_id = data.train.student, init.tokenizer.pad_token_id
     with fail_with(Reason.BAD_SPEC):

@@ -94,6 +94,7 @@ def single_text_seconds(
     texts: Sequence[Text],
     *,
     max_length: int,
+    prefix: str,
     device: torch.device,
 ) -> float | None:
     """Return the median latency from one text to its logits; None without texts."""
@@ -101,7 +102,7 @@ def single_text_seconds(
     chosen = list(texts[:LATENCY_TEXTS])
     for text in chosen[:1] * _WARM_UP + chosen:
         started = time.perf_counter()
-        tokens, _ = encode([text], tokenizer, max_length=max_length)
+        tokens, _ = encode([text], tokenizer, max_length=max_length, prefix=prefix)
         logits = classify(*pad(tokens, tokenizer.pad_token_id).to(device))
         for values in logits.values():
             values.cpu()  # synchronises with the device

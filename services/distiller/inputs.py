@@ -12,7 +12,20 @@ from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.stored_card import read_card
 from services.shared.jobs.run_directory import RunInput
 from services.shared.model.metrics import Array
-from services.shared.model.tokens import TokenisedSplit, tokenise
+from services.shared.model.tokens import Rows, TokenisedSplit, tokenise
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How one of the two models reads texts."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    prefix: str
+
+    def tokenise(self, rows: Rows) -> TokenisedSplit:
+        """Return tokenised texts."""
+        return tokenise(rows, self.tokenizer, max_length=self.max_length, prefix=self.prefix)
 
 
 @dataclass(frozen=True)
@@ -53,11 +66,10 @@ def read_data(
     task: RunInput,
     heads: list[Head],
     *,
-    student: PreTrainedTokenizerBase,
-    teacher: PreTrainedTokenizerBase,
-    teacher_max_length: int,
+    student: Reader,
+    teacher: Reader,
 ) -> DistillationData:
-    """Read all texts and tokenise them with the tokenizers of both models. Raises ValueError."""
+    """Read all texts and tokenise them for both models. Raises ValueError."""
     splits = {split: read_corpus(task.dataset_dir, split, heads) for split in Split}
     num_labelled = len(splits[Split.TRAIN])
     if not num_labelled:
@@ -70,11 +82,9 @@ def read_data(
     )
 
     def tokenise_pair(corpus: Corpus) -> TokenisedPair:
-        max_length = task.spec.training.max_length
-        ours = tokenise(corpus.rows, student, max_length=max_length)
-        if teacher is student and teacher_max_length == max_length:
-            return TokenisedPair(corpus, ours, ours)
-        theirs = tokenise(corpus.rows, teacher, max_length=teacher_max_length)
+        ours = student.tokenise(corpus.rows)
+        # Equal where the same tokenizer object is used in the same way.
+        theirs = ours if teacher == student else teacher.tokenise(corpus.rows)
         return TokenisedPair(corpus, ours, theirs)
 
     validation = tokenise_pair(splits[Split.VALIDATION])

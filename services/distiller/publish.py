@@ -116,6 +116,7 @@ def record_teacher(
         teacher.tokenizer,
         data.evaluation.corpus.rows.texts,
         max_length=teacher.files.max_length,
+        prefix=teacher.files.prefix,
         device=world.device,
     )
     calibration = {}
@@ -203,7 +204,7 @@ def publish(
         evaluation["validation"] = state.best.evaluation
     texts = data.train.corpus.rows.texts
     staging_dir = export_artifact(
-        run, student, tokenizer, texts, world, max_length=training.max_length
+        run, student, tokenizer, texts, world, max_length=training.max_length, prefix=init.prefix
     )
     report = Report(
         outcome="succeeded",
@@ -221,7 +222,12 @@ def publish(
         if evaluated is not None:
             _compare_with_baseline(evaluated, data, staging_dir, task.spec)
             evaluation |= _exported_metrics(
-                exported, tokenizer, data, max_length=training.max_length, device=world.device
+                exported,
+                tokenizer,
+                data,
+                max_length=training.max_length,
+                prefix=init.prefix,
+                device=world.device,
             )
             if init.vocabulary is not None:
                 evaluation["vocabulary"] = init.vocabulary.report.model_dump()
@@ -230,6 +236,7 @@ def publish(
             heads=data.heads,
             pooling=student.classifier.pooling,
             text_kind=data.card.text_kind,
+            prefix=init.prefix,
             lineage=_lineage(task, data, teacher.files, state),
             metrics=evaluation,
             max_length=training.max_length,
@@ -300,6 +307,7 @@ def _exported_metrics(
     data: DistillationData,
     *,
     max_length: int,
+    prefix: str,
     device: torch.device,
 ) -> ExportedMetrics:
     return {
@@ -308,6 +316,7 @@ def _exported_metrics(
             tokenizer,
             data.evaluation.corpus.rows.texts,
             max_length=max_length,
+            prefix=prefix,
             device=device,
         ),
         "parameters": sum(p.numel() for p in exported.parameters()),

@@ -25,6 +25,7 @@ from services.distiller.teacher import TeacherFiles
 from services.shared.datasets.text import Text, strings_of
 from services.shared.files.atomic_write import atomic_write
 from services.shared.files.hashing import file_sha256
+from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.model.artifact import weights_sha256
 from services.shared.model.classifier import TAPPED
 
@@ -91,6 +92,8 @@ def hash_teacher(directory: Path) -> TeacherHashes:
     """Return the hashes of a teacher's files, which are read in full. Raises OSError."""
     model = hashlib.sha256(weights_sha256(directory).encode())
     model.update(file_sha256(directory / "config.json").encode())
+    if (directory / HEADS_FILE).exists():  # pooling and prefix
+        model.update(file_sha256(directory / HEADS_FILE).encode())
     tokenizer = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.suffix in (".json", ".txt", ".model") and path.stem.lower().startswith(

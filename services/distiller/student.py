@@ -14,8 +14,9 @@ from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
+from services.shared.jobs.text_conventions import conventions_of
 from services.shared.model.artifact import read_artifact, read_heads
-from services.shared.model.classifier import build_config
+from services.shared.model.classifier import build_config, set_pooling
 from services.shared.model.tokens import load_tokenizer
 from services.shared.training.job_setup import check_length, read_config, train_shared_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
@@ -36,6 +37,7 @@ class StudentInit:
     directory: Path | None  # None: drawn from the seed
     layers: list[int] | None = None  # layers of the teacher to take, in order; None: all
     vocabulary: KeptRows | None = None  # None: all rows of the embedding
+    prefix: str = ""  # before each text
 
 
 def plan_student(
@@ -64,9 +66,14 @@ def plan_student(
             f"{init.config.vocab_size}",
         )
     check_length(init.config, task.spec.training.max_length)
+    with fail_with(Reason.BAD_MODEL):
+        conventions = conventions_of(source, init.directory)
+    with fail_with(Reason.BAD_SPEC):
+        set_pooling(init.config, conventions.pooling)
+    init = replace(init, prefix=conventions.prefix)
     if not source.trim_vocabulary:
         return init
-    found = trim_shared_vocabulary(run, task, tokenizer, init.config, world)
+    found = trim_shared_vocabulary(run, task, tokenizer, init.config, world, prefix=init.prefix)
     return replace(init, config=found.config, tokenizer=found.tokenizer, vocabulary=found.kept)
 
 

@@ -30,7 +30,13 @@ from services.shared.model.artifact import (
     read_heads,
     set_heads,
 )
-from services.shared.model.classifier import TAPPED, is_causal, wrap_backbone
+from services.shared.model.classifier import (
+    TAPPED,
+    is_causal,
+    pooling_of,
+    set_pooling,
+    wrap_backbone,
+)
 from services.shared.model.tokens import Batch, load_tokenizer
 from services.shared.training.job_setup import inference_recipe, read_config, shard_model
 from services.shared.training.process import RunFailed, World, fail_with
@@ -55,6 +61,7 @@ class TeacherFiles:
     ]  # by student head: the teacher's class index of each of its classes
     text_kind: TextKind
     max_length: int  # tokens per text
+    prefix: str  # before each text
     is_artifact: bool  # an artifact of this platform, not a plain Hugging Face classifier
     parameters: int
     size_bytes: int
@@ -85,7 +92,10 @@ def read_teacher(
                     f"the teacher was trained on texts of the kind {artifact.text_kind}, but those of the "
                     f"dataset are {text_kind}",
                 )
+            prefix = artifact.prefix
+            set_pooling(config, artifact.pooling)
         else:
+            prefix = ""
             own = [_classifier_head(config, directory, heads)]
             longest = min(
                 max_length, getattr(config, "max_position_embeddings", None) or max_length
@@ -97,9 +107,10 @@ def read_teacher(
             columns=match_heads(heads, own),
             text_kind=text_kind,
             max_length=longest,
+            prefix=prefix,
             is_artifact=is_artifact,
             parameters=count_parameters(directory),
-            size_bytes=sum(p.stat().st_size for p in directory.iterdir() if p.is_file()),
+            size_bytes=sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()),
         )
 
 
@@ -187,7 +198,7 @@ def place_teacher(files: TeacherFiles, *, placement: str, recipe: Recipe, world:
     if placement == "replicated" or (placement == "auto" and _fits_replicated(files, dtype, world)):
         with fail_with(Reason.BAD_MODEL):
             backbone = load_backbone(files.directory, dtype=dtype, attention=recipe.attention)
-            classifier = wrap_backbone(backbone, files.heads)
+            classifier = wrap_backbone(backbone, files.heads, pooling=pooling_of(files.config))
             set_heads(classifier, weights)
         return Teacher(files, classifier.requires_grad_(False).to(world.device), None)
     sharded = shard_model(files.config, files.heads, inference_recipe(recipe), world)

@@ -12,8 +12,10 @@ from services.shared.datasets.text import TextKind
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
+from services.shared.jobs.text_conventions import conventions_of
+from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.batches import plan_evaluation
-from services.shared.model.classifier import build_config
+from services.shared.model.classifier import build_config, set_pooling
 from services.shared.model.tokens import TokenisedSplit, load_tokenizer, read_split, select_heads
 from services.shared.training.job_setup import check_length, read_config, train_shared_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
@@ -29,6 +31,7 @@ class TrainingData:
     tokenizer: PreTrainedTokenizerBase
     config: PretrainedConfig  # of the backbone
     vocabulary: KeptRows | None  # None: all rows of the embedding
+    prefix: str  # before each text
     train: TokenisedSplit
     validation: TokenisedSplit
     test: TokenisedSplit
@@ -42,9 +45,12 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
         heads = select_heads(card, task.spec.heads)
     with fail_with(Reason.BAD_MODEL):
         tokenizer = _tokenizer(run, task, world, kind=card.text_kind)
-    config, vocabulary = backbone_config(task, tokenizer), None
+        conventions = conventions_of(task.spec.model, task.model_dir)
+    config, vocabulary = backbone_config(task, tokenizer, conventions.pooling), None
     if task.spec.model.trim_vocabulary:
-        found = trim_shared_vocabulary(run, task, tokenizer, config, world)
+        found = trim_shared_vocabulary(
+            run, task, tokenizer, config, world, prefix=conventions.prefix
+        )
         tokenizer, config, vocabulary = found.tokenizer, found.config, found.kept
     with fail_with(Reason.BAD_DATA):
         train, validation, test = (
@@ -54,15 +60,28 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
                 heads,
                 tokenizer=tokenizer,
                 max_length=task.spec.training.max_length,
+                prefix=conventions.prefix,
             )
             for split in (Split.TRAIN, Split.VALIDATION, Split.TEST)
         )
     if not len(train):
         raise RunFailed(Reason.BAD_DATA, f"dataset {card.name!r} has no training texts")
-    return TrainingData(card, heads, tokenizer, config, vocabulary, train, validation, test)
+    return TrainingData(
+        card=card,
+        heads=heads,
+        tokenizer=tokenizer,
+        prefix=conventions.prefix,
+        config=config,
+        vocabulary=vocabulary,
+        train=train,
+        validation=validation,
+        test=test,
+    )
 
 
-def backbone_config(task: RunInput, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def backbone_config(
+    task: RunInput, tokenizer: PreTrainedTokenizerBase, pooling: Pooling | None
+) -> PretrainedConfig:
     """Return the backbone's configuration. Raises RunFailed where it does not suit tokenizer and texts."""
     assert isinstance(task.spec, TeacherSpec)
     if task.model_dir is not None:
@@ -82,6 +101,8 @@ def backbone_config(task: RunInput, tokenizer: PreTrainedTokenizerBase) -> Pretr
             f"{config.vocab_size}",
         )
     check_length(config, task.spec.training.max_length)
+    with fail_with(Reason.BAD_SPEC):
+        set_pooling(config, pooling)
     return config
 
 

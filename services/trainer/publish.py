@@ -78,7 +78,13 @@ def publish(
         labelled = read_rows(task.dataset_dir, Split.TRAIN, data.heads)
     max_length = task.spec.training.max_length
     staging_dir = export_artifact(
-        run, sharded, data.tokenizer, labelled.texts, world, max_length=max_length
+        run,
+        sharded,
+        data.tokenizer,
+        labelled.texts,
+        world,
+        max_length=max_length,
+        prefix=data.prefix,
     )
     if world.is_first and evaluation:
         with fail_with(Reason.BAD_DATA):
@@ -103,6 +109,7 @@ def publish(
             heads=data.heads,
             pooling=sharded.classifier.pooling,
             text_kind=data.card.text_kind,
+            prefix=data.prefix,
             lineage=_lineage(task, data, state),
             metrics=evaluation,
             max_length=max_length,

@@ -126,7 +126,7 @@ def bare_steps(
 ) -> Iterator[float]:
     """Yield the seconds of each step of the hand-written loop."""
     torch.manual_seed(0)
-    classifier = build_classifier(backbone_config(task, data.tokenizer), data.heads)
+    classifier = build_classifier(backbone_config(task, data.tokenizer, None), data.heads)
     initialise_heads(classifier, 0)
     mesh = init_device_mesh("cpu", (world.size,))
     for layer in transformer_layers(classifier):

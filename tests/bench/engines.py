@@ -88,7 +88,7 @@ def _compare(
 ) -> EnginesResult:
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(artifact)
-    tokens, _ = encode(make_texts(texts), tokenizer, max_length=MAX_LENGTH)
+    tokens, _ = encode(make_texts(texts), tokenizer, max_length=MAX_LENGTH, prefix="")
     plain = load_classifier(artifact, dtype=DTYPE)
     packed = _packed(artifact)
     int8 = int8_engine(artifact, plain, compiles=True)
@@ -158,7 +158,9 @@ def quantize_student(artifact: Path) -> None:
     """Write the int8 weights into an artifact, unless they exist already."""
     if int8_weights_path(artifact).exists():
         return
-    calibration, _ = encode(make_texts(16), load_tokenizer(artifact), max_length=MAX_LENGTH)
+    calibration, _ = encode(
+        make_texts(16), load_tokenizer(artifact), max_length=MAX_LENGTH, prefix=""
+    )
     classifier = load_classifier(artifact, dtype=torch.float32)
     smooth(classifier, activation_maxima(classifier, calibration))
     save_int8_weights(classifier, artifact)

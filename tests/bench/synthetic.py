@@ -62,15 +62,18 @@ def write_student(directory: Path, *, layers: int, seed: int) -> None:
     )
     torch.manual_seed(seed)
     classifier = build_classifier(config, HEADS, dtype=torch.bfloat16).eval()
-    tokens, _ = encode(make_texts(48, seed=5), tokenizer, max_length=MAX_LENGTH)
+    tokens, _ = encode(make_texts(48, seed=5), tokenizer, max_length=MAX_LENGTH, prefix="")
     _balance(classifier, tokens)
     save_classifier(classifier, directory)
-    golden = record_golden(classifier, tokenizer, make_texts(4, seed=6), max_length=MAX_LENGTH)
+    golden = record_golden(
+        classifier, tokenizer, make_texts(4, seed=6), max_length=MAX_LENGTH, prefix=""
+    )
     save_golden(directory, golden)
     seal_artifact(
         directory,
         heads=HEADS,
         pooling=classifier.pooling,
+        prefix="",
         lineage={},
         metrics={},
         max_length=MAX_LENGTH,

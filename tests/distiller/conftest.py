@@ -41,7 +41,9 @@ def make_teacher(directory: Path, dataset_dir: Path, *, epochs: int = 8) -> Path
     torch.manual_seed(0)
     classifier = build_classifier(config, REVIEW_HEADS)
     initialise_heads(classifier, 0)
-    split = read_split(dataset_dir, Split.TRAIN, REVIEW_HEADS, tokenizer=tokenizer, max_length=48)
+    split = read_split(
+        dataset_dir, Split.TRAIN, REVIEW_HEADS, tokenizer=tokenizer, max_length=48, prefix=""
+    )
     optimizer = torch.optim.AdamW(classifier.parameters(), lr=3e-3)
     for epoch in range(epochs):
         for step in plan_epoch(
@@ -59,6 +61,7 @@ def make_teacher(directory: Path, dataset_dir: Path, *, epochs: int = 8) -> Path
         directory,
         heads=REVIEW_HEADS,
         pooling=classifier.pooling,
+        prefix="",
         lineage={},
         metrics={},
         max_length=48,

@@ -138,7 +138,7 @@ def test_thresholds_fitted_on_validation_are_used_on_test_and_stored(
     # The artifact, read again, gives on test the figures of the report.
     rows = read_rows(task().dataset_dir, Split.TEST, artifact.heads)
     tokenizer, classifier = load_tokenizer(run.export), load_classifier(run.export)
-    texts = tokenise(rows, tokenizer, max_length=48)
+    texts = tokenise(rows, tokenizer, max_length=48, prefix="")
     logits = []
     for row in range(len(rows)):
         with torch.no_grad():
@@ -359,8 +359,8 @@ def test_a_teacher_with_non_finite_logits_stops_the_job(
 ) -> None:
     original = Teacher.__call__
 
-    def broken(self: Teacher, *inputs: Any) -> dict[str, Tensor]:
-        outputs = original(self, *inputs)
+    def broken(self: Teacher, *inputs: Any, **options: Any) -> dict[str, Tensor]:
+        outputs = original(self, *inputs, **options)
         return outputs | {"topics": outputs["topics"] * torch.nan}
 
     monkeypatch.setattr(Teacher, "__call__", broken)

@@ -85,11 +85,13 @@ def test_the_latency_is_that_of_single_texts() -> None:
     tokenizer = cast("PreTrainedTokenizerBase", Words())
     texts = ["one", "two words", "three more words"]
     seconds = single_text_seconds(
-        classify, tokenizer, texts, max_length=8, device=torch.device("cpu")
+        classify, tokenizer, texts, max_length=8, prefix="", device=torch.device("cpu")
     )
     assert seconds is not None
     assert shapes == [(1, 1), (1, 1), (1, 1), (1, 1), (1, 2), (1, 3)]
     assert (
-        single_text_seconds(classify, tokenizer, [], max_length=8, device=torch.device("cpu"))
+        single_text_seconds(
+            classify, tokenizer, [], max_length=8, prefix="", device=torch.device("cpu")
+        )
         is None
     )

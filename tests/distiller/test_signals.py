@@ -44,6 +44,7 @@ def read_pair(dataset_dir: Path, files: TeacherFiles, max_length: int = 48) -> T
         corpus.rows,
         load_tokenizer(files.directory),
         max_length=max_length,
+        prefix="",
     )
     return TokenisedPair(corpus, tokens, tokens)
 

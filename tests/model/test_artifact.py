@@ -44,11 +44,14 @@ def export(directory: Path, classifier: Classifier, tokenizer_dir: Path, heads: 
     save_classifier(classifier, directory)
     shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
     tokenizer = load_tokenizer(tokenizer_dir)
-    save_golden(directory, record_golden(classifier, tokenizer, ["good", "酒店"], max_length=16))
+    save_golden(
+        directory, record_golden(classifier, tokenizer, ["good", "酒店"], max_length=16, prefix="")
+    )
     seal_artifact(
         directory,
         heads=heads,
         pooling=classifier.pooling,
+        prefix="",
         lineage={"job_id": "job_1"},
         metrics={"heads": {}},
         max_length=16,
@@ -97,14 +100,17 @@ def test_an_artifact_describes_itself(artifact_dir: Path, heads: list[Head]) -> 
     expected = sum(p.numel() for p in load_classifier(artifact_dir).parameters())
     assert manifest.parameters == expected
     assert manifest.size_bytes == sum(
-        p.stat().st_size for p in artifact_dir.iterdir() if p.name != "manifest.json"
+        p.stat().st_size
+        for p in artifact_dir.rglob("*")
+        if p.is_file() and p.name != "manifest.json"
     )
 
 
 def test_the_manifest_covers_every_file(artifact_dir: Path) -> None:
     manifest = read_artifact(artifact_dir).manifest
     assert manifest is not None
-    names = {p.name for p in artifact_dir.iterdir()}
+    files = (p for p in artifact_dir.rglob("*") if p.is_file())
+    names = {p.relative_to(artifact_dir).as_posix() for p in files}
     assert set(manifest.files) == names - {"manifest.json"}
     verify_artifact(read_artifact(artifact_dir))
 

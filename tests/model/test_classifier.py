@@ -8,9 +8,9 @@ from torch import nn
 
 from services.shared.datasets.card import Head
 from services.shared.datasets.upload import HeadColumn, Layout
+from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.classifier import (
     TAPPED,
-    Pooling,
     build_classifier,
     build_config,
     embedding,
@@ -18,8 +18,11 @@ from services.shared.model.classifier import (
     initial_projections,
     initialise_heads,
     is_causal,
+    mean_of_real_tokens,
     pooling_of,
+    set_pooling,
     transformer_layers,
+    wrap_backbone,
 )
 from services.shared.model.tokens import pad
 
@@ -66,6 +69,51 @@ def test_an_encoder_is_read_at_its_first_token(kind: str, make_classifier: MakeC
         found = classifier(ids)["sentiment"]
     assert classifier.pooling is Pooling.FIRST
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "qwen3"])
+def test_mean_pooling_is_that_of_sentence_transformers(
+    kind: str, make_classifier: MakeClassifier
+) -> None:
+    classifier = wrap_backbone(
+        make_classifier(kind).backbone,
+        [Head(name="mood", labels=["a", "b"])],
+        pooling=Pooling.MEAN,
+    ).eval()
+    ids, mask, _ = pad([SHORT, LONG, [9]], pad_id=0)
+    assert mask is not None
+    with torch.no_grad():
+        own_mask = None if kind == "qwen3" else mask
+        output = classifier.backbone(input_ids=ids, attention_mask=own_mask)
+        states = output.last_hidden_state
+        # sentence_transformers 5.1, models/Pooling.py, pooling_mode_mean_tokens.
+        expanded = mask.unsqueeze(-1).expand(states.size()).to(states.dtype)
+        summed = torch.sum(states * expanded, 1)
+        mean = summed / torch.clamp(expanded.sum(1), min=1e-9)
+        expected = classifier.heads["mood"](mean)
+        torch.testing.assert_close(classifier(ids, mask)["mood"], expected)
+        for row, text in enumerate((SHORT, LONG, [9])):
+            alone = classifier(torch.tensor([text]))["mood"]
+            torch.testing.assert_close(alone[0], expected[row], atol=1e-5, rtol=1e-5)
+    assert classifier.config.classifier_pooling == "mean"
+
+
+def test_a_mean_ignores_what_padding_holds_and_sums_in_float32() -> None:
+    states = torch.ones(1, 4001, 2, dtype=torch.bfloat16)
+    states[:, -1] = float("nan")
+    mask = torch.ones(1, 4001, dtype=torch.int64)
+    mask[:, -1] = 0
+    # In bfloat16 a sum of ones ends at 256.
+    assert mean_of_real_tokens(states, mask).tolist() == [[1.0, 1.0]]
+    assert mean_of_real_tokens(states[:, :-1], None).tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(("kind", "pooling"), [("bert", Pooling.LAST), ("qwen3", Pooling.FIRST)])
+def test_a_token_that_does_not_read_the_text_is_refused(
+    kind: str, pooling: Pooling, make_classifier: MakeClassifier
+) -> None:
+    with pytest.raises(ValueError, match=f"cannot be pooled at its {pooling} token"):
+        set_pooling(make_classifier(kind).config, pooling)
 
 
 def test_a_decoder_never_gets_an_attention_mask(make_classifier: MakeClassifier) -> None:

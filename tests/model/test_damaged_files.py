@@ -94,8 +94,10 @@ def test_a_flipped_bit_in_any_file_of_an_artifact_is_noticed(
     classifier = make_classifier("qwen3")
     save_classifier(classifier, directory)
     shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
-    seal_artifact(directory, heads=heads, pooling=classifier.pooling, lineage={}, metrics={})
-    for path in sorted(directory.iterdir()):
+    seal_artifact(
+        directory, heads=heads, pooling=classifier.pooling, prefix="", lineage={}, metrics={}
+    )
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
         assert flip_bits(path, lambda: verify_artifact(read_artifact(directory))) == 0, path.name
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from services.shared.datasets.card import Head
 from services.shared.datasets.text import TextKind
+from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.artifact import (
     read_artifact,
     save_classifier,
@@ -48,6 +49,7 @@ def seal(
         directory,
         heads=heads,
         pooling=classifier.pooling,
+        prefix="",
         lineage={"kind": "distill", "job_id": "job_1"},
         metrics=METRICS,
         max_length=48,
@@ -79,6 +81,8 @@ def test_a_model_card_has_labels_lineage_and_metrics(heads: list[Head]) -> None:
     card = model_card(
         heads=heads,
         text_kind=TextKind.PAIR,
+        pooling=Pooling.FIRST,
+        prefix="query: ",
         max_length=48,
         lineage={"job_id": "job_1"},
         metrics=METRICS,

@@ -56,7 +56,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("max_length", [None, 9])
 def test_a_pair_is_what_the_tokenizer_makes_of_it(bert: Path, max_length: int | None) -> None:
     tokenizer = load_tokenizer(bert, TextKind.PAIR)
-    found, truncated = encode(PAIRS, tokenizer, max_length=max_length)
+    found, truncated = encode(PAIRS, tokenizer, max_length=max_length, prefix="")
     for pair, tokens in zip(PAIRS, found, strict=True):
         expected = tokenizer(
             *pair, truncation=max_length is not None, max_length=max_length, padding=False
@@ -70,15 +70,15 @@ def test_a_pair_is_what_the_tokenizer_makes_of_it(bert: Path, max_length: int | 
 
 def test_the_longer_text_is_truncated_first(bert: Path) -> None:
     tokenizer = load_tokenizer(bert, TextKind.PAIR)
-    (tokens,), _ = encode(PAIRS[1:2], tokenizer, max_length=7)
+    (tokens,), _ = encode(PAIRS[1:2], tokenizer, max_length=7, prefix="")
     ids, _ = unmark_types(pad([tokens], 0).input_ids.numpy())
     assert tokenizer.decode(ids[0]) == "[CLS] clean [SEP] the room was [SEP]"
 
 
 def test_a_pair_of_a_decoder_gets_a_separator_that_is_saved(decoder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(decoder, TextKind.PAIR)
-    alone, _ = encode(["the room", "yes"], tokenizer, max_length=None)
-    (joined,), _ = encode([Pair("the room", "yes")], tokenizer, max_length=None)
+    alone, _ = encode(["the room", "yes"], tokenizer, max_length=None, prefix="")
+    (joined,), _ = encode([Pair("the room", "yes")], tokenizer, max_length=None, prefix="")
     assert joined == [*alone[0], tokenizer.eos_token_id, *alone[1]]
     tokenizer.save_pretrained(str(tmp_path))
     for kind in (TextKind.SINGLE, TextKind.PAIR):
@@ -103,7 +103,7 @@ def test_token_types_reach_a_backbone_that_has_them(bert: Path) -> None:
     )
     torch.manual_seed(0)
     classifier = build_classifier(config, [Head(name="same", labels=["no", "yes"])]).eval()
-    tokens, _ = encode(PAIRS[:1], tokenizer, max_length=None)
+    tokens, _ = encode(PAIRS[:1], tokenizer, max_length=None, prefix="")
     padded = pad(tokens, 0)
     with torch.no_grad():
         expected = classifier.backbone(
@@ -119,20 +119,22 @@ def test_token_types_reach_a_backbone_that_has_them(bert: Path) -> None:
 def test_messages_are_written_by_the_chat_template(bert: Path) -> None:
     tokenizer = load_tokenizer(bert, TextKind.CHAT)
     chat = Chat((Message("user", "the room was clean"), Message("assistant", "yes")))
-    plain, _ = encode([chat], tokenizer, max_length=None)
+    plain, _ = encode([chat], tokenizer, max_length=None, prefix="")
     assert tokenizer.decode(plain[0]) == "[CLS] user : the room was clean assistant : yes [SEP]"
     tokenizer.chat_template = TEMPLATE
-    rendered, truncated = encode([chat], tokenizer, max_length=6)
+    rendered, truncated = encode([chat], tokenizer, max_length=6, prefix="")
     assert tokenizer.decode(rendered[0]) == "[CLS] the room was clean [SEP]"
     assert truncated == [True]
-    assert _all_tokens(chat, tokenizer) == encode([chat], tokenizer, max_length=None)[0][0]
+    assert (
+        _all_tokens(chat, tokenizer) == encode([chat], tokenizer, max_length=None, prefix="")[0][0]
+    )
 
 
 def test_messages_that_the_template_refuses_are_a_fault_of_the_data(bert: Path) -> None:
     tokenizer = load_tokenizer(bert, TextKind.CHAT)
     tokenizer.chat_template = TEMPLATE
     with pytest.raises(ValueError, match="chat template refuses the messages: no system here"):
-        encode([Chat((Message("system", "yes"),))], tokenizer, max_length=None)
+        encode([Chat((Message("system", "yes"),))], tokenizer, max_length=None, prefix="")
 
 
 def _all_tokens(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> list[int]:

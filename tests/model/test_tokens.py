@@ -61,6 +61,7 @@ def read(
         heads,
         tokenizer=load_tokenizer(tokenizer_dir),
         max_length=max_length,
+        prefix="",
     )
 
 
@@ -101,9 +102,9 @@ def test_chunks_of_texts_are_tokenised_as_the_whole_would_be(
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     rows = Rows([f"{TEXTS[i % 4]} {'very ' * (i % 9)}{i}" for i in range(47)], np.arange(47), {})
-    whole = tokenise(rows, tokenizer, max_length=20)
+    whole = tokenise(rows, tokenizer, max_length=20, prefix="")
     monkeypatch.setattr("services.shared.model.tokens.CHUNK_TEXTS", 5)
-    chunked = tokenise(rows, tokenizer, max_length=20)
+    chunked = tokenise(rows, tokenizer, max_length=20, prefix="")
     np.testing.assert_array_equal(chunked.flat, whole.flat)
     np.testing.assert_array_equal(chunked.offsets, whole.offsets)
     assert chunked.truncated == whole.truncated > 0
@@ -114,12 +115,12 @@ def test_tokens_are_those_of_the_tokenizer_itself(tokenizer_dir: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     expected = [tokenizer(text)["input_ids"] for text in TEXTS]
     tokenizer(TEXTS, truncation=True, max_length=4, padding=True)
-    assert encode(TEXTS, tokenizer, max_length=None)[0] == expected
+    assert encode(TEXTS, tokenizer, max_length=None, prefix="")[0] == expected
 
 
 def test_no_texts_are_an_empty_split(tokenizer_dir: Path) -> None:
     split = tokenise(
-        Rows([], np.zeros(0, np.int64), {}), load_tokenizer(tokenizer_dir), max_length=8
+        Rows([], np.zeros(0, np.int64), {}), load_tokenizer(tokenizer_dir), max_length=8, prefix=""
     )
     assert (len(split), split.offsets.tolist(), len(split.flat)) == (0, [0], 0)
 
@@ -180,7 +181,7 @@ def test_the_same_texts_train_the_same_tokenizer(tmp_path: Path) -> None:
 def test_a_trained_tokenizer_decodes_any_text_to_itself(tokenizer_dir: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     text = "  emoji 🙂, tabs\t and ünïcödé  "
-    (ids,), _ = encode([text], tokenizer, max_length=None)
+    (ids,), _ = encode([text], tokenizer, max_length=None, prefix="")
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
@@ -206,7 +207,7 @@ def test_an_empty_text_becomes_one_padding_token() -> None:
         def __call__(self, texts: list[str], **_options: object) -> dict[str, list[list[int]]]:
             return {"input_ids": [[] for _ in texts]}
 
-    assert encode([""], cast("PreTrainedTokenizerBase", Wordless()), max_length=8) == (
+    assert encode([""], cast("PreTrainedTokenizerBase", Wordless()), max_length=8, prefix="") == (
         [[3]],
         [False],
     )

@@ -213,7 +213,7 @@ def test_a_text_longer_than_the_model_reads_is_refused(
     model = {"config": config, "tokenizer": {"train": True, "vocab_size": 400}}
     task = make_task(training={"max_length": 64}, spec={"model": model})
     with pytest.raises(RunFailed, match="reads at most 32 tokens") as caught:
-        backbone_config(task, tokenizer)
+        backbone_config(task, tokenizer, None)
     assert caught.value.reason is Reason.BAD_SPEC
 
 

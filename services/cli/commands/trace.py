@@ -19,6 +19,7 @@ from services.cli.plan_request import PlanRequest, takes_plan_options
 from services.cli.views.trace import TraceDict, show_trace
 from services.shared.jobs.planning.spec_to_plan import as_run_by_ranks, to_spec_recipe
 from services.shared.memory.architecture.hf_config import config_of
+from services.shared.memory.architecture.pooling import CONFIG_KEY, Pooling
 from services.shared.memory.architecture.safetensors_headers import read_json
 from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.errors import InvalidInput
@@ -176,7 +177,10 @@ def _config(named: str, shape: Shape) -> dict[str, Any]:
         path /= "config.json"
     elif path.name.endswith((".safetensors", ".safetensors.index.json")):
         path = path.parent / "config.json"
-    return dict(read_json(path)) if path.is_file() else config_of(shape.dims)
+    config = dict(read_json(path)) if path.is_file() else config_of(shape.dims)
+    if shape.dims.mean_pooling:
+        config[CONFIG_KEY] = Pooling.MEAN.config_value
+    return config
 
 
 def _run(job: TraceRequestDict, *, real: bool) -> TraceDict:

@@ -78,6 +78,11 @@ def read_model(package: Path) -> ModelFiles:
                 "pooling_mode_cls_token": False,
                 "pooling_mode_mean_tokens": True,
             },
+            # Classification compares texts with texts, for which e5's authors recommend the query prefix.
+            "config_sentence_transformers.json": {
+                "prompts": {"query": "query: ", "passage": "passage: "},
+                "default_prompt_name": "query",
+            },
         },
     )
 

@@ -83,6 +83,15 @@ def plain_text(text: Text) -> str:
     return "\n".join(f"{message.role}: {message.content}" for message in text.messages)
 
 
+def with_prefix(text: Text, prefix: str) -> Text:
+    """Return a text, of a pair the first one, after the prefix that a model was trained with; chats have none."""
+    if isinstance(text, str):
+        return prefix + text
+    if isinstance(text, Pair):
+        return Pair(prefix + text.text, text.text_pair)
+    return text
+
+
 def character_fault(text: str) -> str | None:
     """Return why a string is no text, as the end of a sentence, or None.
 

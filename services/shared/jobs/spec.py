@@ -21,6 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from services.shared.memory.architecture.pooling import Pooling
+
 
 def _no_bool(value: Any) -> Any:
     if isinstance(value, bool):
@@ -71,6 +73,17 @@ class ModelSource(_Spec):
         False,
         description="Leave out the vocabulary rows that no training or unlabelled text uses. Pieces of "
         "one character or byte are kept, so that other texts can still be read.",
+    )
+    pooling: Pooling | None = Field(
+        None,
+        description="What heads read: the `mean` of all tokens, the `first` (encoders) or the `last` "
+        "(decoders). Left out: what the model was trained with (heads.json, sentence-transformers' files, "
+        "`classifier_pooling` in config.json), else the first token of encoders and the last of decoders.",
+    )
+    prefix: Annotated[str, Field(max_length=1000)] | None = Field(
+        None,
+        description="Put before each text, for example `query: `. Left out: what the model was trained with "
+        "(heads.json, sentence-transformers' default prompt), else nothing.",
     )
 
     @model_validator(mode="after")

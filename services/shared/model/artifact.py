@@ -3,8 +3,9 @@
     config.json, *.safetensors      the backbone, as AutoModel.from_pretrained loads it, and an empty tensor
                                     that AutoModelForSequenceClassification refuses
     classifier_heads.safetensors    <head>.weight [C, H], <head>.bias [C]
-    heads.json                      HeadsFile: pooling, heads, maximum length, calibration
+    heads.json                      HeadsFile: pooling, prefix, heads, maximum length, calibration
     tokenizer files
+    modules.json, 1_Pooling/ ...    pooling and prefix again, for sentence-transformers
     README.md                       the model card
     golden.json                     Golden: a few texts with their expected logits
     manifest.json                   Manifest, written last: sha256 of every other file and of itself
@@ -36,8 +37,9 @@ from services.shared.files.hashing import file_sha256
 from services.shared.files.sealed_json import seal, unseal
 from services.shared.jobs.artifact_layout import GOLDEN, HEADS_FILE, HEADS_WEIGHTS, MANIFEST
 from services.shared.jobs.run_directory import write_json
+from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.calibration import Calibration
-from services.shared.model.classifier import Classifier, Pooling, wrap_backbone
+from services.shared.model.classifier import Classifier, wrap_backbone
 from services.shared.model.description import describe_artifact
 from services.shared.model.tokens import encode, pad
 
@@ -59,9 +61,10 @@ FileT = TypeVar("FileT", bound=_ArtifactFile)
 
 
 class HeadsFile(_ArtifactFile):
-    """The heads, and the pooling of the backbone that they read."""
+    """The heads, and how the model that they read was trained to read texts."""
 
     pooling: Pooling
+    prefix: str = ""  # before each text
     heads: list[Head]
     text_kind: TextKind = TextKind.SINGLE
     max_length: int | None = None  # tokens per text in training
@@ -92,6 +95,7 @@ class Golden(_ArtifactFile):
 
     max_length: int | None
     text_kind: TextKind = TextKind.SINGLE
+    prefix: str = ""
     texts: list[GoldenText]
 
     def inputs(self) -> list[Text]:
@@ -107,6 +111,7 @@ class Artifact:
     heads: list[Head]
     pooling: Pooling
     text_kind: TextKind
+    prefix: str
     max_length: int | None
     calibration: dict[str, Calibration]
     manifest: Manifest | None  # None while the artifact is not sealed
@@ -131,6 +136,7 @@ def read_artifact(directory: Path | str) -> Artifact:
         heads=heads.heads,
         pooling=heads.pooling,
         text_kind=heads.text_kind,
+        prefix=heads.prefix,
         max_length=heads.max_length,
         calibration=heads.calibration,
         manifest=_read(path / MANIFEST, Manifest) if sealed else None,
@@ -162,12 +168,10 @@ def load_classifier(
     """
     artifact = read_artifact(directory)
     backbone = load_backbone(artifact.directory, dtype=dtype, attention=attention)
-    classifier = wrap_backbone(backbone, artifact.heads)
-    if classifier.pooling is not artifact.pooling:
-        raise InvalidArtifact(
-            f"{directory}: {HEADS_FILE} has pooling {artifact.pooling}, but its architecture uses "
-            f"pooling {classifier.pooling}"
-        )
+    try:
+        classifier = wrap_backbone(backbone, artifact.heads, pooling=artifact.pooling)
+    except ValueError as error:
+        raise InvalidArtifact(f"{artifact.directory / HEADS_FILE}: {error}") from error
     set_heads(classifier, read_heads(artifact.directory, artifact.heads))
     return classifier.to(device).eval()
 
@@ -252,6 +256,7 @@ def seal_artifact(
     *,
     heads: Sequence[Head],
     pooling: Pooling,
+    prefix: str,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
     text_kind: TextKind = TextKind.SINGLE,
@@ -259,12 +264,13 @@ def seal_artifact(
     calibration: Mapping[str, Calibration] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> SealedArtifact:
-    """Complete an artifact that has weights and tokenizer: heads.json, model card, then manifest.json.
+    """Complete an artifact that has weights and tokenizer: heads.json, descriptions, then manifest.json.
 
     Every file is synced to disk before the manifest is written; `extra` is added to the manifest.
     """
     heads_file = HeadsFile(
         pooling=pooling,
+        prefix=prefix,
         heads=list(heads),
         text_kind=text_kind,
         max_length=max_length,
@@ -275,12 +281,14 @@ def seal_artifact(
         directory,
         heads=heads,
         text_kind=text_kind,
+        pooling=pooling,
+        prefix=prefix,
         max_length=max_length,
         lineage=lineage,
         metrics=metrics,
     )
-    files = sorted(p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST)
-    for path in files:
+    files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name != MANIFEST)
+    for path in {path.parent for path in files} | set(files):
         sync(path)
     parameters = count_parameters(directory)
     size_bytes = sum(p.stat().st_size for p in files)
@@ -289,7 +297,7 @@ def seal_artifact(
         metrics=dict(metrics),
         parameters=parameters,
         size_bytes=size_bytes,
-        files={p.name: file_sha256(p) for p in files},
+        files={p.relative_to(directory).as_posix(): file_sha256(p) for p in files},
         **dict(extra or {}),
     )
     write_json(directory / MANIFEST, seal(json.loads(manifest.model_dump_json())))
@@ -304,13 +312,14 @@ def record_golden(
     texts: Sequence[Text],
     *,
     max_length: int | None,
+    prefix: str,
 ) -> Golden:
     """Return a few texts with their logits, run one by one on the classifier's device.
 
     Collective for a sharded classifier: every rank passes the same texts.
     """
     device = next(classifier.parameters()).device
-    tokens, _ = encode(texts, tokenizer, max_length=max_length)
+    tokens, _ = encode(texts, tokenizer, max_length=max_length, prefix=prefix)
     entries = []
     for text, ids in zip(texts, tokens, strict=True):
         logits = classifier(*pad([ids], tokenizer.pad_token_id).to(device))
@@ -323,7 +332,7 @@ def record_golden(
             )
         )
     kind = kind_of(texts[0]) if texts else TextKind.SINGLE
-    return Golden(max_length=max_length, text_kind=kind, texts=entries)
+    return Golden(max_length=max_length, text_kind=kind, prefix=prefix, texts=entries)
 
 
 def save_golden(directory: Path, golden: Golden) -> None:
@@ -341,7 +350,13 @@ def check_golden(
     if not (directory / GOLDEN).exists():
         return None
     golden = _read(directory / GOLDEN, Golden)
-    actual = record_golden(classifier, tokenizer, golden.inputs(), max_length=golden.max_length)
+    actual = record_golden(
+        classifier,
+        tokenizer,
+        golden.inputs(),
+        max_length=golden.max_length,
+        prefix=golden.prefix,
+    )
     differences = [torch.zeros(())]
     for expected, found in zip(golden.texts, actual.texts, strict=True):
         if expected.logits.keys() != found.logits.keys():

@@ -1,4 +1,4 @@
-"""The classifier: a transformer backbone, the hidden state of one token, and one linear head per label set.
+"""The classifier: a transformer backbone, pooled hidden states, and one linear head per label set.
 
 Legend: B texts, S tokens, H hidden size, C classes of a head, K tapped layers.
 """
@@ -6,7 +6,6 @@ Legend: B texts, S tokens, H hidden size, C classes of a head, K tapped layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -18,23 +17,13 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from services.shared.datasets.card import Head
+from services.shared.memory.architecture.pooling import CONFIG_KEY, Pooling, config_pools_by_mean
 
 TAPPED = "@hidden"  # key of the tapped states in the result of forward; not a valid head name
 
 
-class Pooling(str, Enum):
-    """The token whose hidden state represents the text."""
-
-    LAST = (
-        "last"  # the last real token: the only one that a causal model computes from the whole text
-    )
-    FIRST = "first"  # the leading special token of an encoder
-
-    __str__ = str.__str__
-
-
 class Classifier(nn.Module):
-    """A backbone without language-model head, and linear heads on the hidden state of one token."""
+    """A backbone without language-model head, and linear heads on its pooled hidden states."""
 
     def __init__(self, backbone: Any, heads: Sequence[Head]) -> None:
         super().__init__()
@@ -109,9 +98,11 @@ class Classifier(nn.Module):
         return self.projections[name](state) if name in self.projections else state
 
     def _pool(self, states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Select one token of each text: [B, S, H] -> [B, H]."""
+        """Reduce the states of each text to one: [B, S, H] -> [B, H]."""
         if self.pooling is Pooling.FIRST:
             return states[:, 0]
+        if self.pooling is Pooling.MEAN:
+            return mean_of_real_tokens(states, attention_mask)
         if attention_mask is None:
             return states[:, -1]
         last = attention_mask.sum(dim=1) - 1
@@ -131,6 +122,16 @@ class Classifier(nn.Module):
         """Return the backbone's configuration."""
         config: PretrainedConfig = self.backbone.config
         return config
+
+
+def mean_of_real_tokens(states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the mean state of each text without its padding, summed in float32: [B, S, H] -> [B, H]."""
+    if attention_mask is None:
+        return states.mean(dim=1, dtype=torch.float32).to(states.dtype)
+    mask = attention_mask.unsqueeze(-1)  # [B, S, 1]
+    # Not multiplied: what an architecture computes for padding may be NaN.
+    real = states.masked_fill(mask == 0, 0.0)
+    return (real.sum(dim=1, dtype=torch.float32) / mask.sum(dim=1)).to(states.dtype)
 
 
 def is_causal(config: PretrainedConfig) -> bool:
@@ -156,7 +157,21 @@ def is_causal(config: PretrainedConfig) -> bool:
 
 def pooling_of(config: PretrainedConfig) -> Pooling:
     """Return the pooling of a model of this configuration."""
+    if config_pools_by_mean({CONFIG_KEY: getattr(config, CONFIG_KEY, None)}):
+        return Pooling.MEAN
     return Pooling.LAST if is_causal(config) else Pooling.FIRST
+
+
+def set_pooling(config: PretrainedConfig, pooling: Pooling | None) -> None:
+    """Record a pooling in a configuration; None keeps its own. Raises ValueError where it has none such."""
+    own = Pooling.LAST if is_causal(config) else Pooling.FIRST
+    if pooling is None:
+        pooling = pooling_of(config)
+    if pooling not in (own, Pooling.MEAN):
+        raise ValueError(
+            f"{config.model_type} cannot be pooled at its {pooling} token; pooling is {own} or mean"
+        )
+    setattr(config, CONFIG_KEY, pooling.config_value)
 
 
 def hidden_size(config: PretrainedConfig) -> int:
@@ -217,12 +232,18 @@ def build_classifier(
     return wrap_backbone(backbone, heads)
 
 
-def wrap_backbone(backbone: Any, heads: Sequence[Head]) -> Classifier:
-    """Return a classifier around a loaded backbone, without its own pooling layer."""
+def wrap_backbone(
+    backbone: Any, heads: Sequence[Head], *, pooling: Pooling | None = None
+) -> Classifier:
+    """Return a classifier around a loaded backbone, without its own pooling layer.
+
+    `pooling` None is that of its configuration. Raises ValueError where it cannot be pooled so.
+    """
     # BERT's pooler would get no gradient, and data-parallel wrappers reject unused parameters.
     if getattr(backbone, "pooler", None) is not None:
         backbone.pooler = None
     backbone.config.use_cache = False
+    set_pooling(backbone.config, pooling)
     return Classifier(backbone, heads)
 
 

@@ -16,6 +16,8 @@ from services.shared.jobs.evaluation_text import (
     figures,
     format_level,
 )
+from services.shared.memory.architecture.pooling import Pooling
+from services.shared.model.sentence_transformers import write_sentence_transformers_files
 
 MODEL_CARD = "README.md"
 
@@ -35,11 +37,14 @@ def describe_artifact(
     *,
     heads: Sequence[Head],
     text_kind: TextKind,
+    pooling: Pooling,
+    prefix: str,
     max_length: int | None,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> None:
-    """Write labels to config.json, the length to tokenizer_config.json, and the model card.
+    """Write labels to config.json, the length to tokenizer_config.json, pooling and prefix to the files of
+    sentence-transformers, and the model card.
 
     Labels of several heads have no place in config.json: those left from a parent model are removed.
     """
@@ -50,8 +55,17 @@ def describe_artifact(
     )
     if max_length is not None:
         _update(directory / "tokenizer_config.json", {"model_max_length": max_length})
+    write_sentence_transformers_files(
+        directory, pooling=pooling, prefix=prefix, max_length=max_length
+    )
     card = model_card(
-        heads=heads, text_kind=text_kind, max_length=max_length, lineage=lineage, metrics=metrics
+        heads=heads,
+        text_kind=text_kind,
+        pooling=pooling,
+        prefix=prefix,
+        max_length=max_length,
+        lineage=lineage,
+        metrics=metrics,
     )
     write_text(directory / MODEL_CARD, card)
 
@@ -60,6 +74,8 @@ def model_card(
     *,
     heads: Sequence[Head],
     text_kind: TextKind,
+    pooling: Pooling,
+    prefix: str,
     max_length: int | None,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
@@ -71,6 +87,10 @@ def model_card(
     lines += ["", "## Heads", "", "| head | kind | labels |", "|---|---|---|"]
     lines += [f"| {head.name} | {head.type} | {_labels(head.labels)} |" for head in heads]
     lines += ["", "## Input", "", _INPUTS[text_kind]]
+    read = "the mean of all tokens" if pooling is Pooling.MEAN else f"the {pooling} token"
+    lines += ["", f"The heads read {read}."]
+    if prefix:
+        lines += [f"Each text is preceded by `{prefix}`, which `stillhouse` adds by itself."]
     lines += ["", "## Lineage", ""]
     lines += [f"- {name}: `{_plain(value)}`" for name, value in lineage.items()]
     lines += ["", "## Metrics", "", *_metrics(metrics)]

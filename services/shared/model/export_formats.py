@@ -80,7 +80,10 @@ def _export_transformers(
 ) -> float:
     pad_id = tokenizer.pad_token_id
     (sample, *_), _ = encode(
-        _SAMPLES[artifact.text_kind][:1], tokenizer, max_length=artifact.max_length
+        _SAMPLES[artifact.text_kind][:1],
+        tokenizer,
+        max_length=artifact.max_length,
+        prefix=artifact.prefix,
     )
     if classifier.causal and sample[-1] == pad_id:
         raise NotExpressible(
@@ -88,6 +91,8 @@ def _export_transformers(
         )
     model = sequence_classifier(classifier, head)
     model.config.pad_token_id = pad_id
+    if artifact.prefix:  # which the caller puts before each text
+        model.config.prefix = artifact.prefix
     model.save_pretrained(str(out))
     tokenizer.save_pretrained(str(out))
     factory: Any = AutoModelForSequenceClassification
@@ -147,7 +152,13 @@ def _export_onnx(
             worst[name] = max(worst[name], difference)
     tokenizer.save_pretrained(str(out))
     labels = {head.name: {"type": str(head.type), "labels": head.labels} for head in artifact.heads}
-    text = json.dumps({"heads": labels, "max_length": artifact.max_length}, ensure_ascii=False)
+    described = {
+        "heads": labels,
+        "max_length": artifact.max_length,
+        "prefix": artifact.prefix,
+        "pooling": artifact.pooling,
+    }
+    text = json.dumps(described, ensure_ascii=False)
     (out / "labels.json").write_text(text + "\n", "utf-8")
     return {name: _accept(value, name) for name, value in worst.items()}
 
@@ -166,7 +177,7 @@ def _inputs(artifact: Artifact, tokenizer: PreTrainedTokenizerBase) -> list[Padd
     golden = artifact.directory / GOLDEN
     if golden.exists():
         texts += Golden.model_validate_json(golden.read_bytes()).inputs()
-    tokens, _ = encode(texts, tokenizer, max_length=artifact.max_length)
+    tokens, _ = encode(texts, tokenizer, max_length=artifact.max_length, prefix=artifact.prefix)
     batches = []
     for rows in (tokens[1:2], tokens):
         padded = pad(rows, tokenizer.pad_token_id)

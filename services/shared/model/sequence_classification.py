@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from services.shared.datasets.card import Head
-from services.shared.model.classifier import Classifier, Pooling
+from services.shared.memory.architecture.pooling import Pooling
+from services.shared.model.classifier import Classifier
 from services.shared.model.description import classification_fields
 
 # tanh(e x) / e equals x within float32 rounding while |x| < 28: its relative error is (e x)^2 / 3. A power

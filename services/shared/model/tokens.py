@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.stored_card import read_text_kind, verify_split
-from services.shared.datasets.text import Text, TextKind, from_columns
+from services.shared.datasets.text import Text, TextKind, from_columns, with_prefix
 from services.shared.model.metrics import MISSING
 from services.shared.model.segments import mark_types, unmark_types
 from services.shared.model.text_encoding import marks_types, prepare_tokenizer, tokenizer_input
@@ -208,15 +208,17 @@ def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
     return Rows(texts=_texts(table, kind), lines=lines, labels=labels)
 
 
-def tokenise(rows: Rows, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> TokenisedSplit:
-    """Tokenise texts to at most `max_length` tokens each, special tokens kept.
+def tokenise(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, *, max_length: int, prefix: str
+) -> TokenisedSplit:
+    """Tokenise texts, each after the model's prefix, to at most `max_length` tokens each, special tokens kept.
 
     In chunks: a list of Python integers takes ten times the memory of the array that is kept.
     """
     chunks, lengths, truncated = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], 0
     for start in range(0, len(rows), CHUNK_TEXTS):
         texts = rows.texts[start : start + CHUNK_TEXTS]
-        tokens, cut = encode(texts, tokenizer, max_length=max_length)
+        tokens, cut = encode(texts, tokenizer, max_length=max_length, prefix=prefix)
         lengths.append(np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens)))
         flat = itertools.chain.from_iterable(tokens)
         chunks.append(np.fromiter(flat, dtype=np.int32, count=int(lengths[-1].sum())))
@@ -234,21 +236,29 @@ def read_split(
     *,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
+    prefix: str,
 ) -> TokenisedSplit:
     """Read and tokenise one split of a stored dataset."""
-    return tokenise(read_rows(dataset_dir, split, heads), tokenizer, max_length=max_length)
+    rows = read_rows(dataset_dir, split, heads)
+    return tokenise(rows, tokenizer, max_length=max_length, prefix=prefix)
 
 
 def encode(
-    texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
+    texts: Sequence[Text],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None,
+    prefix: str,
 ) -> tuple[list[list[int]], list[bool]]:
     """Return the token ids of each text, their types marked, and whether it was truncated to `max_length`.
 
-    Of a pair, tokens are removed from the end of the longer text first. A text without any token (blank,
-    to some tokenizers) becomes one padding token. Raises ValueError for a chat that the template refuses.
+    The prefix, which the model was trained to see before each text, counts in the length. Of a pair, tokens
+    are removed from the end of the longer text first. A text without any token (blank, to some tokenizers)
+    becomes one padding token. Raises ValueError for a chat that the template refuses.
     """
     if not texts:
         return [], []
+    texts = [with_prefix(text, prefix) for text in texts] if prefix else texts
     inputs, special = zip(*(tokenizer_input(text, tokenizer) for text in texts), strict=True)
     tokens = _encode(inputs, tokenizer, special=special[0], max_length=None)
     truncated = [max_length is not None and len(ids) > max_length for ids in tokens]

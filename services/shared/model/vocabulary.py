@@ -124,7 +124,7 @@ def changed_share(
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> Iterable[list[int]]:
     for start in range(0, len(texts), CHUNK_TEXTS):
-        found, _ = encode(texts[start : start + CHUNK_TEXTS], tokenizer, max_length=None)
+        found, _ = encode(texts[start : start + CHUNK_TEXTS], tokenizer, max_length=None, prefix="")
         yield from map(plain_ids, found)
 
 

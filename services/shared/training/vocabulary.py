@@ -10,10 +10,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.shared.datasets.card import Split
 from services.shared.datasets.split import text_key
-from services.shared.datasets.text import Text
+from services.shared.datasets.text import Text, with_prefix
 from services.shared.jobs.run_directory import RunDirectory, RunInput, write_json
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import Reason
+from services.shared.jobs.text_conventions import conventions_of
 from services.shared.model.classifier import build_config
 from services.shared.model.tokens import load_tokenizer, read_rows
 from services.shared.model.vocabulary import (
@@ -60,6 +61,8 @@ def trim_shared_vocabulary(
     tokenizer: PreTrainedTokenizerBase,
     config: PretrainedConfig,
     world: World,
+    *,
+    prefix: str,
 ) -> RunVocabulary:
     """Leave out what the training and unlabelled texts do not use, on rank 0; return it on every rank.
 
@@ -67,7 +70,7 @@ def trim_shared_vocabulary(
     """
     directory = run.path / "tokenizer"
     if world.is_first and not (directory / KEPT_ROWS).exists():
-        trim_vocabulary(task, tokenizer, config, directory)
+        trim_vocabulary(task, tokenizer, config, directory, prefix=prefix)
     world.barrier()
     kept = KeptRows.model_validate_json((directory / KEPT_ROWS).read_bytes())
     return RunVocabulary(load_tokenizer(directory), trim_config(config, kept.rows), kept)
@@ -81,8 +84,9 @@ def trim_vocabulary_of(run: RunDirectory, task: RunInput) -> KeptRows:
         directory = task.teacher_dir if from_teacher else task.model_dir
         assert directory is not None
         tokenizer = load_tokenizer(directory)
+        base = (task.model_dir or task.teacher_dir) if source.config is None else None
+        prefix = conventions_of(source, base).prefix
         if source.config is None:
-            base = task.model_dir or task.teacher_dir
             config = AutoConfig.from_pretrained(
                 str(base), local_files_only=True, trust_remote_code=False
             )
@@ -90,7 +94,7 @@ def trim_vocabulary_of(run: RunDirectory, task: RunInput) -> KeptRows:
             config = build_config(
                 source.config, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
             )
-    return trim_vocabulary(task, tokenizer, config, run.path / "tokenizer")
+    return trim_vocabulary(task, tokenizer, config, run.path / "tokenizer", prefix=prefix)
 
 
 def trim_vocabulary(
@@ -98,11 +102,14 @@ def trim_vocabulary(
     tokenizer: PreTrainedTokenizerBase,
     config: PretrainedConfig,
     directory: Path,
+    *,
+    prefix: str,
 ) -> KeptRows:
     """Write the tokenizer of a run and the rows that it keeps to `directory`. Raises RunFailed."""
     with fail_with(Reason.BAD_DATA):
-        texts = _training_texts(task)
-        held_out = read_rows(task.dataset_dir, Split.VALIDATION, []).texts
+        texts = [with_prefix(text, prefix) for text in _training_texts(task)]
+        validation = read_rows(task.dataset_dir, Split.VALIDATION, []).texts
+        held_out = [with_prefix(text, prefix) for text in validation]
     keep = {number for numbers in special_ids(config).values() for number in numbers}
     with fail_with(Reason.BAD_SPEC):
         trimmed = trim_tokenizer(tokenizer, texts, keep=keep)

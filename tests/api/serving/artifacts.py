@@ -59,11 +59,12 @@ def write_artifact(
     classifier.to(stored)
     save_classifier(classifier, directory)
     classifier.float()
-    save_golden(directory, record_golden(classifier, tokenizer, words, max_length=24))
+    save_golden(directory, record_golden(classifier, tokenizer, words, max_length=24, prefix=""))
     seal_artifact(
         directory,
         heads=HEADS,
         pooling=classifier.pooling,
+        prefix="",
         lineage={},
         metrics={},
         max_length=24,

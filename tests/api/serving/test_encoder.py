@@ -38,7 +38,7 @@ def encoder(tokenizer: PreTrainedTokenizerFast) -> TokenizerEncoder:
 def test_texts_are_encoded_as_in_training(
     tokenizer: PreTrainedTokenizerFast, encoder: TokenizerEncoder, texts: list[str]
 ) -> None:
-    tokens, cut = encode(texts, tokenizer, max_length=MAX_LENGTH)
+    tokens, cut = encode(texts, tokenizer, max_length=MAX_LENGTH, prefix="")
     found = encoder.encode(texts, truncate=True)
     assert [each.tokens for each in found] == tokens
     assert [each.truncated for each in found] == cut

@@ -46,6 +46,8 @@ ENCODER = {
     "vocab_size": 1000,
     "max_position_embeddings": 256,
 }
+BY_MEAN = ENCODER | {"classifier_pooling": "mean"}
+MODERNBERT = BY_MEAN | {"model_type": "modernbert", "intermediate_size": 192, "pad_token_id": 0}
 TEACHER = DECODER | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 OWN: dict[str, Any] = {"embedding": "own"}
 WHOLE: dict[str, Any] = {"teacher": TEACHER, "placement": Placement.REPLICATED}
@@ -72,6 +74,14 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "kept whole, embedding too": (DECODER, 8, OWN | {"sharding": "grad_op"}),
     "replicas": (DECODER, 8, {"sharding": "none"}),
     "encoder": (ENCODER, 2, OWN | {"micro_batch": 4}),
+    "encoder by mean": (BY_MEAN, 2, OWN | {"micro_batch": 4}),
+    "encoder by mean, no checkpointing": (
+        BY_MEAN,
+        2,
+        {"activation_checkpointing": False, "micro_batch": 4},
+    ),
+    "modernbert by mean": (MODERNBERT, 2, OWN | {"micro_batch": 4}),
+    "decoder by mean": (DECODER | {"classifier_pooling": "mean"}, 2, OWN),
     "fsdp1 in backward": (DECODER, 8, IN_BACKWARD | {"engine": "fsdp1"}),
     "distillation": (DECODER, 8, OWN | {"teacher": TEACHER}),
     "distillation of an encoder": (ENCODER, 2, OWN | {"micro_batch": 4, "teacher": TEACHER}),

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from services.api.serving.engines.malloc import trim_heap
 from services.api.serving.engines.throttle import yield_to_requests
-from services.shared.model.classifier import Classifier, Pooling, transformer_layers
+from services.shared.memory.architecture.pooling import Pooling
+from services.shared.model.classifier import Classifier, pooling_of, transformer_layers
 
 SUPPORTED_FAMILIES = frozenset({"qwen3", "qwen2", "llama"})
 
@@ -108,6 +109,8 @@ def unsupported_reason(config: Any, *, max_length: int) -> str | None:
     """Return why the packed engine cannot run a backbone, None if it can."""
     if config.model_type not in SUPPORTED_FAMILIES:
         return f"{config.model_type} is not one of {', '.join(sorted(SUPPORTED_FAMILIES))}"
+    if pooling_of(config) is not Pooling.LAST:
+        return f"pooling is {pooling_of(config)}"
     if config.hidden_act != "silu":
         return f"hidden_act is {config.hidden_act}"
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")

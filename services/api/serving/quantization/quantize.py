@@ -65,8 +65,10 @@ def quantize_student(
     tokenizer = load_tokenizer(artifact_dir, artifact.text_kind)
     held_out = _held_out(dataset_dir, artifact.heads, texts)
     calibration = read_rows(dataset_dir, Split.TRAIN, artifact.heads).texts[:CALIBRATION_TEXTS]
-    tokens, _ = encode(held_out.texts, tokenizer, max_length=max_length)
-    train_tokens, _ = encode(calibration, tokenizer, max_length=max_length)
+    tokens, train_tokens = (
+        encode(texts, tokenizer, max_length=max_length, prefix=artifact.prefix)[0]
+        for texts in (held_out.texts, calibration)
+    )
 
     reference = PaddedEngine(classifier, batch_tokens=BATCH_TOKENS)
     expected = _run(reference, tokens, threads=threads)

@@ -41,6 +41,7 @@ from services.api.serving.quantization.record import (
 from services.api.serving.quantization.weights_file import load_int8_backbone
 from services.api.serving.rollout.golden_check import check_golden
 from services.api.serving.settings import EngineChoice, ServingSettings
+from services.shared.datasets.text import with_prefix
 from services.shared.files.hashing import file_sha256
 from services.shared.jobs.artifact_layout import GOLDEN, HEADS_FILE, HEADS_WEIGHTS
 from services.shared.model.artifact import (
@@ -50,6 +51,7 @@ from services.shared.model.artifact import (
     read_heads,
     verify_artifact,
 )
+from services.shared.model.description import MODEL_CARD
 from services.shared.model.text_encoding import marks_types, tokenizer_input
 from services.shared.model.tokens import load_tokenizer
 
@@ -74,7 +76,7 @@ def load_student(
         tokenizer.backend_tokenizer.to_str(),
         max_length=max_length,
         kind=artifact.text_kind,
-        convert=lambda text: tokenizer_input(text, tokenizer),
+        convert=lambda text: tokenizer_input(with_prefix(text, artifact.prefix), tokenizer),
         marks_types=marks_types(tokenizer),
     )
     engine = build_engine(artifact, settings, serving=serving)
@@ -161,9 +163,9 @@ def int8_unsupported_reason(artifact: Artifact, device: torch.device) -> str | N
 def backbone_hash(artifact: Artifact) -> str:
     """Return a hash of everything in a sealed artifact that does not depend on its heads."""
     assert artifact.manifest is not None, "verified artifacts are sealed"
-    head_files = {HEADS_FILE, HEADS_WEIGHTS, GOLDEN}
+    head_files = {HEADS_FILE, HEADS_WEIGHTS, GOLDEN, MODEL_CARD}
     shared = {name: sha for name, sha in artifact.manifest.files.items() if name not in head_files}
-    text = json.dumps([artifact.max_length, sorted(shared.items())])
+    text = json.dumps([artifact.max_length, artifact.pooling, sorted(shared.items())])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -17,6 +17,8 @@ from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.spec import ModelSource, TeacherSpec, TrainedTokenizer
 from services.shared.memory.architecture import shape
 from services.shared.memory.architecture.dimensions import BERT_LIKE, Family
+from services.shared.memory.architecture.pooling import Pooling
+from services.shared.memory.errors import InvalidInput
 
 _heads: TypeAdapter[list[Head]] = TypeAdapter(list[Head])
 
@@ -70,14 +72,28 @@ def shape_of(
     architecture that is not known and for a config that leaves sizes to defaults.
     """
     if directory is not None:
-        return shape.from_pretrained_directory(directory, heads=classes)
+        found = shape.from_pretrained_directory(directory, heads=classes, pooling=source.pooling)
+        return _pooled(found, source.pooling)
     assert source.config is not None
     config = dict(source.config)
     if isinstance(source.tokenizer, TrainedTokenizer):
         config["vocab_size"] = source.tokenizer.vocab_size
     elif source.tokenizer == "teacher" and teacher is not None:
         config["vocab_size"] = teacher.dims.vocab_size
-    return shape.from_config(config, heads=classes, name=str(config["model_type"]))
+    found = shape.from_config(config, heads=classes, name=str(config["model_type"]))
+    return _pooled(found, source.pooling)
+
+
+def _pooled(found: shape.Shape, pooling: Pooling | None) -> shape.Shape:
+    """Return a shape with the pooling that a spec asks for. Raises InvalidInput where it cannot have that."""
+    if pooling is None:
+        return found
+    own = Pooling.FIRST if found.dims.family in ENCODERS else Pooling.LAST
+    if pooling not in (own, Pooling.MEAN):
+        raise InvalidInput(
+            "model.pooling", f"{found.dims.family} has no {pooling}", accepted=(own, Pooling.MEAN)
+        )
+    return found.with_pooling(pooling)
 
 
 def model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
@@ -95,7 +111,8 @@ def _model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
     source, teacher_shape = resolved.source, None if teacher is None else teacher.shape
     if teacher_shape is not None and source.layers_of_teacher is not None:
         kept = -(-teacher_shape.num_layers // source.layers_of_teacher)
-        return teacher_shape.with_layers(kept).with_heads(resolved.num_classes)
+        own = teacher_shape.with_layers(kept).with_heads(resolved.num_classes)
+        return _pooled(own, source.pooling)
     return shape_of(
         source, directory=resolved.model_dir, classes=resolved.num_classes, teacher=teacher_shape
     )

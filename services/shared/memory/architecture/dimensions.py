@@ -106,6 +106,7 @@ class Dimensions:
     window: int | None = None
     experts: Experts | None = None
     latent: Latent | None = None
+    mean_pooling: bool = False  # heads read the mean over all tokens, not one token
 
     @property
     def query_size(self) -> int:

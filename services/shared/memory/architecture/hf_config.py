@@ -15,6 +15,7 @@ from services.shared.memory.architecture.dimensions import (
     Family,
     Latent,
 )
+from services.shared.memory.architecture.pooling import CONFIG_KEY, Pooling, config_pools_by_mean
 from services.shared.memory.errors import InvalidInput
 
 # Far beyond any published dense model: a larger number is a typing error.
@@ -130,6 +131,8 @@ def config_of(dims: Dimensions) -> dict[str, Any]:
         config["max_position_embeddings"] = dims.max_positions
     if family in BERT_LIKE and dims.token_types:
         config["type_vocab_size"] = dims.token_types
+    if dims.mean_pooling:
+        config[CONFIG_KEY] = Pooling.MEAN.config_value
     aliases = ALIASES.get(family, {})
     written = {"model_type": str(family)}
     written |= {aliases.get(name, name): value for name, value in config.items()}
@@ -231,6 +234,7 @@ def _dimensions(family: Family, keys: _Keys) -> Dimensions:
         window=_window(keys),
         experts=experts,
         latent=latent,
+        mean_pooling=config_pools_by_mean(keys.config),
     )
 
 

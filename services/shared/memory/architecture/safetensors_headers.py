@@ -47,13 +47,18 @@ _INDEX = "model.safetensors.index.json"
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`; raise InvalidInput naming the file otherwise."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput("model", f"{path} is not readable JSON ({error})") from error
+    value = parse_json(path)
     if not isinstance(value, dict):
         raise InvalidInput("model", f"{path} does not hold a JSON object")
     return value
+
+
+def parse_json(path: Path) -> Any:
+    """Return the JSON value in `path`; raise InvalidInput naming the file otherwise."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput("model", f"{path} is not readable JSON ({error})") from error
 
 
 def directory_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

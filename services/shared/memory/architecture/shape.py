@@ -19,6 +19,7 @@ from services.shared.memory.architecture.parameters import (
     layer_units,
     norm_unit,
 )
+from services.shared.memory.architecture.pooling import Pooling, checkpoint_pooling
 from services.shared.memory.errors import InvalidInput
 
 
@@ -90,6 +91,11 @@ class Shape:
         """Return this shape with a token embedding of `rows` rows."""
         return replace(self, dims=replace(self.dims, vocab_size=rows))
 
+    def with_pooling(self, pooling: Pooling) -> Shape:
+        """Return this shape with heads that read a text's states in another way."""
+        by_mean = pooling is Pooling.MEAN
+        return replace(self, dims=replace(self.dims, mean_pooling=by_mean))
+
     def with_layers(self, num_layers: int) -> Shape:
         """Return this shape cut or extended to `num_layers` layers of the same kind."""
         if num_layers < 1:
@@ -154,11 +160,16 @@ def from_config(
     return Shape(name, dimensions_of(config)).with_heads(heads)
 
 
-def from_pretrained_directory(directory: str | Path, *, heads: Sequence[int] = ()) -> Shape:
+def from_pretrained_directory(
+    directory: str | Path, *, heads: Sequence[int] = (), pooling: Pooling | None = None
+) -> Shape:
     """Return the shape of a Hugging Face model directory, its weights checked against its config.
 
-    Only headers of the safetensors files are read. Raises InvalidInput for a directory without
-    config or weights, for a truncated header, and for a weight whose shape the config contradicts.
+    `pooling` replaces that of the checkpoint. Only headers of the safetensors files are read.
+
+    Raises InvalidInput for a directory without
+    config or weights, for a truncated header, for a weight whose shape the config contradicts, and for
+    a pooling that is not supported.
     """
     folder = Path(directory)
     if not (folder / "config.json").is_file():
@@ -166,7 +177,8 @@ def from_pretrained_directory(directory: str | Path, *, heads: Sequence[int] = (
     config = safetensors_headers.read_json(folder / "config.json")
     shape = from_config(config, heads=heads, name=str(directory))
     _check_weights(shape, safetensors_headers.directory_shapes(folder))
-    return shape
+    pooling = pooling or checkpoint_pooling(folder)
+    return shape if pooling is None else shape.with_pooling(pooling)
 
 
 def from_safetensors(path: str | Path, *, heads: Sequence[int] = ()) -> Shape:

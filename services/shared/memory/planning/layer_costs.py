@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from services.shared.memory.architecture.dimensions import BERT_LIKE, Dimensions, Family
-from services.shared.memory.planning.allocation_tape import Moment, Tape, rounded
+from services.shared.memory.planning.allocation_tape import Moment, Tape, Value, rounded
 from services.shared.memory.planning.layers import play_final_norm, play_layer
 from services.shared.memory.planning.operations import Tokens
 from services.shared.memory.recipe import Attention, Recipe
@@ -88,17 +88,45 @@ def final_cost(dims: Dimensions, tokens: Tokens, *, saving: bool) -> FinalCost:
     x = tape.external(size, "last hidden state")
     holders = x.holders
     out = play_final_norm(tape, dims, tokens, x)
+    if dims.mean_pooling and _is_padded(dims, tokens):
+        tape.during("mean pooling", [size])
     forward = tuple(tape.records)
-    # A LayerNorm saves its input; without a final norm the heads save it themselves.
-    kept = rounded(size) if out is x or x.holders > holders else 0
+    # A LayerNorm saves its input. Without a final norm the heads save it themselves: the one pooled token
+    # is a view; a mean is not.
+    kept = rounded(size) if x.holders > holders or (out is x and not dims.mean_pooling) else 0
     saved = kept if out is x else kept + tape.live_bytes
     tape.drop(out)  # the heads release it before its gradient is allocated
+    if dims.mean_pooling and out is not x:
+        saved = kept + tape.live_bytes
     tape.reset_records()
-    if saving and out is not x:
-        # The gradient of the one pooled token is a whole tensor of zeros but for its row.
-        tape.play_backward(out, tape.op("pooling backward", size))
+    if saving and (out is not x or dims.mean_pooling):
+        gradient = _pooled_gradient(tape, dims, tokens, size)
+        if out is x:
+            tape.drop(gradient)  # counted by the last layer, whose incoming gradient it is
+        else:
+            tape.play_backward(out, gradient)
     backward = tuple(m._replace(live_bytes=m.live_bytes + kept) for m in tape.records)
     return FinalCost(forward, saved, backward)
+
+
+def _pooled_gradient(tape: Tape, dims: Dimensions, tokens: Tokens, size: int) -> Value:
+    """Return the gradient of all states from that of the pooled one."""
+    what = "pooling backward"
+    if not dims.mean_pooling or tokens.value_bytes == 4:
+        # That of the one pooled token is a whole tensor of zeros but for its row.
+        return tape.op(what, size)
+    # The mean is taken in float32: its gradient is cast, and set to 0 where a text is padded.
+    padded = _is_padded(dims, tokens)
+    wide = tape.op(what, size if padded else size // tokens.value_bytes * 4)
+    gradient = tape.op(what, size)
+    tape.drop(wide)
+    return gradient
+
+
+def _is_padded(dims: Dimensions, tokens: Tokens) -> bool:
+    """Return whether texts differ in length. A decoder needs no mask for its layers even then."""
+    is_encoder = dims.family in _EMBEDDING_NORM
+    return tokens.mask if is_encoder else tokens.batch > 1
 
 
 def embedding_saved_bytes(dims: Dimensions, tokens: Tokens) -> int:

@@ -47,6 +47,7 @@ def export_artifact(
     world: World,
     *,
     max_length: int,
+    prefix: str,
 ) -> Path:
     """Write an artifact's weights, tokenizer and golden texts, on all ranks; return its directory.
 
@@ -54,7 +55,9 @@ def export_artifact(
     temporary one, until `publish_export` renames it to `run.export`. Raises OSError on rank 0.
     """
     sharded.module.eval()
-    golden = record_golden(sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length)
+    golden = record_golden(
+        sharded.module, tokenizer, texts[:GOLDEN_TEXTS], max_length=max_length, prefix=prefix
+    )
     sharded.reshard()
     partial = shared_partial_path(run.export)
     if world.is_first:

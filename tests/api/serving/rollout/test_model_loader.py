@@ -58,7 +58,7 @@ def test_a_loaded_student_answers_like_the_transformers_forward_pass(
     directory = new_artifact(family)
     student = load_student(promotion_of(directory), SETTINGS)
     encoded = student.encoder.encode(TEXTS, truncate=True)
-    tokens, cut = encode(TEXTS, load_tokenizer(directory), max_length=student.max_length)
+    tokens, cut = encode(TEXTS, load_tokenizer(directory), max_length=student.max_length, prefix="")
     assert [each.tokens for each in encoded] == tokens
     assert [each.truncated for each in encoded] == cut
     logits = student.engine.run(tokens)
