@@ -10,6 +10,7 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose
 from services.shared.memory.forensics.free_text import (
+    parameters_in_name,
     read_device,
     read_optimizer,
     read_phase,
@@ -82,7 +83,16 @@ def test_a_field_twice_as_long_takes_at_most_twice_the_time(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [read_strategy, read_precision, read_optimizer, read_phase, read_device, vocabulary_in]
+    "read",
+    [
+        read_strategy,
+        read_precision,
+        read_optimizer,
+        read_phase,
+        read_device,
+        vocabulary_in,
+        parameters_in_name,
+    ],
 )
 def test_the_patterns_are_linear_even_without_the_limit_on_length(
     read: Callable[[str], object],

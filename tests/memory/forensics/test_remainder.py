@@ -128,3 +128,35 @@ def test_generation_on_a_card_that_its_weights_fill_is_left_open() -> None:
     found = diagnosis(frame + FULL_CARD, model={"num_parameters": 36_000_000_000}, ranks=1)
     assert found.confidence is Confidence.UNDECIDED
     assert {Cause.LOGITS_OR_ACTIVATIONS, Cause.CAPACITY} <= left(found)
+
+
+def test_a_server_that_is_only_named_by_its_command_is_recognised() -> None:
+    command = "vllm serve Qwen/Qwen3-32B --tensor-parallel-size 4 --gpu-memory-utilization 0.85\n"
+    found = diagnosis(command + FULL_CARD)
+    assert found.cause is Cause.SERVING_START_UP
+
+
+def test_training_next_to_a_server_is_no_start_of_a_server() -> None:
+    log = "(EngineCore_DP0 pid=7) INFO ready\n" + BACKWARD + FULL_CARD
+    assert diagnosis(log).cause is not Cause.SERVING_START_UP
+
+
+def test_killed_on_a_line_of_its_own_is_a_kill() -> None:
+    bar = "Training:   1%|          | 12/1042 [19:40<28:10:22, 98.47s/it]\n"
+    assert diagnosis(bar + "Killed\n").cause is Cause.HOST_MEMORY
+    assert diagnosis("the worker was Killed by hand\n").message is None
+
+
+def test_the_only_explanation_that_sizes_leave_is_likely() -> None:
+    found = diagnosis(
+        FULL_CARD, model_name="Llama-2-13B", ranks=1, sharding_strategy="QLoRA on one GPU"
+    )
+    assert (found.cause, found.confidence) == (Cause.LOGITS_OR_ACTIVATIONS, Confidence.LIKELY)
+
+
+def test_free_pieces_inside_the_allocator_leave_fragmentation_open() -> None:
+    log = (
+        BACKWARD + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 11.66 GiB. "
+        "10.41 GiB is reserved by PyTorch but unallocated."
+    )
+    assert Cause.FRAGMENTATION in left(diagnosis(log))

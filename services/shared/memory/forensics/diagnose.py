@@ -109,9 +109,21 @@ def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesi
             computed = tuple(_promoted_to_likely(h) for h in computed)
     ordered = sorted((*stated, *computed), key=lambda h: -h.strength)
     left = explanations_left_open(evidence, needs, tuple(ordered)) if not computed else ()
+    if needs is not None:
+        left, ordered = _with_sole_survivor_likely(left, ordered)
     return _with_one_likely(
         [*(h for h in ordered if h.strength), *left, *(h for h in ordered if not h.strength)]
     )
+
+
+def _with_sole_survivor_likely(
+    left: tuple[Hypothesis, ...], ordered: list[Hypothesis]
+) -> tuple[tuple[Hypothesis, ...], list[Hypothesis]]:
+    """Return the hypotheses with the only cause that the sizes leave as likely."""
+    open_causes = {h.cause for h in (*left, *ordered) if h.strength is not Strength.EXCLUDED}
+    if len(open_causes) != 1:
+        return left, ordered
+    return tuple(map(_promoted_to_likely, left)), [_promoted_to_likely(h) for h in ordered]
 
 
 def _with_one_likely(ordered: list[Hypothesis]) -> tuple[Hypothesis, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from services.shared.memory.forensics.evidence import Evidence
-from services.shared.memory.forensics.free_text import Framework
+from services.shared.memory.forensics.free_text import FailurePhase, Framework
 from services.shared.memory.planning.ledger import PlanPhase
 from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import Optimizer, OptimizerImpl, Precision
@@ -19,6 +19,13 @@ from services.shared.memory.recipe import Optimizer, OptimizerImpl, Precision
 # host memory with optimizer or also parameters offloaded, and the factor for its buffers.
 _ZERO3_HOST_BYTES = 18
 _ZERO3_HOST_FACTOR = 1.5
+
+# A state below this share of the card cannot be why a job does not fit, with gathers and copies on top.
+NEGLIGIBLE_STATE = 0.25
+# Weights below this share of the card are not why loading them failed: one more copy would fit.
+SMALL_WEIGHTS = 0.45
+# A complete state below this share leaves room for the activations of one short text.
+_ROOMY_STATE = 0.35
 
 
 class NeedsDict(TypedDict, total=False):
@@ -173,3 +180,14 @@ def _host_bytes(evidence: Evidence, count: int) -> int | None:
     if evidence.offloads:
         return count * _bytes_per_parameter(evidence)
     return None
+
+
+def state_is_small(evidence: Evidence, needs: Needs | None, card: int | None) -> bool:
+    """Return whether what a rank holds before any activation is no reason not to fit."""
+    if needs is None or not card:
+        return False
+    if evidence.phase in (FailurePhase.LOAD, FailurePhase.WRAP):
+        least = needs.sharded_weights_bytes or needs.whole_weights_bytes
+        return least < SMALL_WEIGHTS * card
+    held, complete = needs.rank_state_bytes, evidence.trains_adapters
+    return held is not None and held < (_ROOMY_STATE if complete else NEGLIGIBLE_STATE) * card

@@ -192,6 +192,8 @@ class _Reader:
         return replace(reading, sites=sites, engine=self.engine or engine_in(tail))
 
 
+# A shell prints the word on a line of its own, which is lost when lines are joined.
+_KILLED_LINE = "process: Killed"
 _ANSI = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]")
 # Line prefixes of launchers, schedulers and containers. A named group is the rank.
 _PREFIX = re.compile(
@@ -232,7 +234,11 @@ def _message_between(text: str, begin: int, hit: int) -> Message | None:
     lines = _ANSI.sub("", text[begin : hit + _AFTER]).replace("\\n", "\n").splitlines()
     hit_line = text.count("\n", begin, hit)
     rank = _split_prefix(lines[hit_line])[0] if hit_line < len(lines) else None
-    own = [body for r, body in map(_split_prefix, lines) if r is None or r == rank]
+    own = [
+        _KILLED_LINE if body == "Killed" else body
+        for r, body in map(_split_prefix, lines)
+        if r is None or r == rank
+    ]
     message = read_message(" ".join(own))
     if message is None or (message.kind in _WITH_ACCOUNTS and message.allocated is None):
         # A terminal of fixed width breaks lines inside words and numbers.

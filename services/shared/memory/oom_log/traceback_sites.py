@@ -41,6 +41,7 @@ class Note(str, Enum):
     FOUR_BIT = "the weights are quantised to 4 bits"
     EIGHT_BIT = "the weights are quantised to 8 bits"
     ADAPTERS = "only adapters are trained"
+    INFERENCE_SERVER = "an inference server was started"
     COLLECTIVE_TIMEOUT = "a collective timed out, as it does when another rank has died"
 
     __str__ = str.__str__
@@ -126,6 +127,11 @@ _NOTES: tuple[tuple[Note, str], ...] = (
         r"|trainable params: [0-9,]{1,20} \|\|",
     ),
     (
+        Note.INFERENCE_SERVER,
+        r"\bvllm serve\b|vllm\.entrypoints|\bVllmWorker|\(Worker_TP[0-9]|\(EngineCore"
+        r"|sglang\.launch_server|text-generation-launcher|\blmdeploy serve\b",
+    ),
+    (
         Note.COLLECTIVE_TIMEOUT,
         r"caught collective operation timeout|Timed out waiting .{0,80}collective"
         r"|communicator was aborted",
@@ -152,6 +158,13 @@ NOTE_WORDS = (
     "lora_A",
     "finetuning_type",
     "trainable params",
+    "vllm",
+    "Vllm",
+    "Worker_TP",
+    "EngineCore",
+    "launch_server",
+    "text-generation-launcher",
+    "lmdeploy",
     "ollective",
     "communicator was aborted",
     "roundup_power2_divisions",

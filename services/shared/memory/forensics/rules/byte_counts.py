@@ -17,7 +17,7 @@ from services.shared.memory.forensics.free_text import FailurePhase, Framework
 from services.shared.memory.forensics.matching.candidates import Match
 from services.shared.memory.forensics.rules.texts import kill_strength
 from services.shared.memory.forensics.sharding_verdict import judge_sharding
-from services.shared.memory.forensics.state_size import Needs
+from services.shared.memory.forensics.state_size import Needs, state_is_small
 from services.shared.memory.oom_log.message_formats import MessageKind
 from services.shared.memory.oom_log.message_parser import excerpt
 from services.shared.memory.oom_log.traceback_sites import Note
@@ -267,18 +267,20 @@ def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
         if not needs.sharded_state_bytes:
             return None  # neither ranks nor sharding are known: `remainder` leaves it open
         held = needs.sharded_state_bytes  # sharding is not known: assume the best case
-    if evidence.is_inference:
-        return _weights_of_inference(needs, card)
+    if evidence.is_inference or (evidence.phase is FailurePhase.LOAD and evidence.ranks == 1):
+        return _weights_alone(needs, card)
     text = (
         f"parameters, gradients and optimizer take {format_size(held)} a rank at "
         f"{needs.bytes_per_parameter} bytes a parameter, of {format_size(card)} usable"
     )
+    if state_is_small(evidence, needs, card):
+        return None
     make = likely if held >= _FULL_STATE_SHARE * card else possible
     return make(Cause.CAPACITY, what, text)
 
 
-def _weights_of_inference(needs: Needs, card: int) -> Hypothesis:
-    """Return how far the weights alone fill the card: inference has no gradients and no optimizer."""
+def _weights_alone(needs: Needs, card: int) -> Hypothesis:
+    """Return how far the weights fill the card: there is no gradient and no optimizer yet, or ever."""
     held = needs.sharded_weights_bytes or needs.whole_weights_bytes
     text = f"the weights take {format_size(held)} of {format_size(card)} usable"
     make = likely if held >= _FULL_WEIGHTS_SHARE * card else possible

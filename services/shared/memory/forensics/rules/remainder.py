@@ -13,18 +13,21 @@ from services.shared.memory.forensics.diagnosis import (
 )
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase
-from services.shared.memory.forensics.state_size import Needs
+from services.shared.memory.forensics.state_size import (
+    NEGLIGIBLE_STATE,
+    SMALL_WEIGHTS,
+    Needs,
+    state_is_small,
+)
 from services.shared.memory.oom_log.message_formats import MessageKind
-from services.shared.memory.sizes import format_size
+from services.shared.memory.sizes import GIB, format_size
 
 # A state below this share of what was allocated leaves the larger part to activations.
 _SMALL_STATE = 0.5
 # A state that is complete, of frozen weights alone, leaves the rest to activations from here on.
 _COMPLETE_STATE = 0.8
-# A state below this share of the card cannot be why a job does not fit, with gathers and copies on top.
-_NEGLIGIBLE_STATE = 0.25
-# Weights below this share of the card are not why loading them failed: one more copy would fit.
-_SMALL_WEIGHTS = 0.45
+_USABLE = 0.9  # of a card, for weights
+_LITTLE_FOREIGN = 0.25
 _FRAGMENTED_SHARE = 0.10
 _OF_THE_DEVICE = (
     MessageKind.ALLOCATOR,
@@ -114,10 +117,11 @@ def float32_weights(evidence: Evidence, needs: Needs | None) -> Hypothesis | Non
     if stated is not None or evidence.precision.mixed or not _runs_on_device(evidence):
         return None
     halves, floats = 2 * needs.num_parameters, 4 * needs.num_parameters
-    if not halves < 0.95 * card < floats:
+    if not halves < _USABLE * card < floats:
         return None
     text = f"{format_size(floats)} in float32, the default of from_pretrained; {format_size(halves)} in 2 bytes"
-    return possible(Cause.FP32_UPCAST, "the weights are loaded in float32", text)
+    make = likely if evidence.ranks == 1 else possible
+    return make(Cause.FP32_UPCAST, "the weights are loaded in float32", text)
 
 
 def explanations_left_open(
@@ -142,6 +146,8 @@ def _left_open(evidence: Evidence, needs: Needs | None) -> Iterator[Hypothesis]:
         )
         yield possible(Cause.OTHER_PROCESS, "another process on the card", text)
         yield possible(Cause.CAPACITY, "the job needs more than the card has", text)
+        if evidence.phase not in (FailurePhase.LOAD, FailurePhase.WRAP):
+            yield possible(Cause.LOGITS_OR_ACTIVATIONS, BATCH_ACTIVATIONS, text)
         return
     if not _runs_on_device(evidence):
         return
@@ -157,8 +163,9 @@ def _left_open(evidence: Evidence, needs: Needs | None) -> Iterator[Hypothesis]:
     if evidence.phase is FailurePhase.OPTIMIZER_STEP:
         text = "it failed in the update"
         yield possible(Cause.OPTIMIZER_TEMPORARIES, "temporaries of the update", text)
-    if evidence.finished_steps and _is_fragmented(evidence):
-        text = "free memory inside the allocator grows with texts of changing lengths"
+    cached, requested = evidence.accounts.cached_bytes or 0, evidence.accounts.requested_bytes or 0
+    if cached >= GIB and 2 * cached >= requested:
+        text = f"{format_size(cached)} are free inside the allocator, in pieces too small to use"
         yield possible(Cause.FRAGMENTATION, "no single free block is large enough", text)
 
 
@@ -171,7 +178,7 @@ def _static_causes(evidence: Evidence, needs: Needs | None) -> Iterator[Hypothes
     if evidence.ranks != 1 and not _fits_unsharded(evidence, needs, card):
         text = "nothing given shows that the parameters were sharded"
         yield possible(Cause.NOT_SHARDED, "every rank holds the whole model", text)
-    if not _state_is_small(needs, card, early=early):
+    if not state_is_small(evidence, needs, card):
         text = "nothing given shows that the state fits"
         if needs is not None and needs.rank_state_bytes is not None and card:
             held = needs.whole_weights_bytes if early else needs.rank_state_bytes
@@ -185,18 +192,8 @@ def _fits_unsharded(evidence: Evidence, needs: Needs | None, card: int | None) -
     if needs is None or not card:
         return False
     if evidence.phase in (FailurePhase.LOAD, FailurePhase.WRAP):
-        return 2 * needs.whole_weights_bytes < _SMALL_WEIGHTS * card
-    return needs.whole_state_bytes < _NEGLIGIBLE_STATE * card
-
-
-def _state_is_small(needs: Needs | None, card: int | None, *, early: bool) -> bool:
-    if needs is None or not card:
-        return False
-    if early:
-        least = needs.sharded_weights_bytes or needs.whole_weights_bytes
-        return least < _NEGLIGIBLE_STATE * card
-    held = needs.rank_state_bytes
-    return held is not None and held < _NEGLIGIBLE_STATE * card
+        return 2 * needs.whole_weights_bytes < SMALL_WEIGHTS * card
+    return needs.whole_state_bytes < NEGLIGIBLE_STATE * card
 
 
 def _card(evidence: Evidence) -> int | None:
@@ -208,7 +205,9 @@ def _runs_on_device(evidence: Evidence) -> bool:
     message = evidence.message
     if message is None:
         return bool(evidence.case.out_of_memory)
-    return message.kind in _OF_THE_DEVICE and not evidence.accounts.foreign_bytes
+    held = evidence.accounts.allocated_bytes or 0
+    little = evidence.accounts.foreign_bytes <= _LITTLE_FOREIGN * held
+    return message.kind in _OF_THE_DEVICE and little
 
 
 def _is_fragmented(evidence: Evidence) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from services.shared.memory.forensics.diagnosis import (
     Cause,
     Hypothesis,
@@ -10,9 +12,10 @@ from services.shared.memory.forensics.diagnosis import (
     possible,
 )
 from services.shared.memory.forensics.evidence import Evidence
+from services.shared.memory.forensics.free_text import FailurePhase
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 from services.shared.memory.oom_log.message_parser import excerpt
-from services.shared.memory.oom_log.traceback_sites import Site
+from services.shared.memory.oom_log.traceback_sites import Note, Site
 from services.shared.memory.sizes import GIB, format_size
 
 # Contexts of idle ranks on one card are alike to a few percent: the same libraries were loaded.
@@ -20,6 +23,7 @@ _ALIKE = 0.05
 # A context with its libraries and collectives; more than this is another job.
 _LARGEST_CONTEXT = 4 * GIB
 _MPS_FULL = 0.9  # of the watermark
+_SERVERS = re.compile(r"\b(?:vllm|sglang|lmdeploy|tgi|text-generation-inference)\b", re.IGNORECASE)
 _OF_THE_DEVICE = (MessageKind.ALLOCATOR, MessageKind.PROSE, MessageKind.DRIVER)
 
 
@@ -56,13 +60,23 @@ def _serving(evidence: Evidence, text: str) -> Hypothesis:
 def server_start(evidence: Evidence) -> Hypothesis | None:
     """Match a card that filled while an inference server loaded, profiled or reserved its cache."""
     message = evidence.message
-    if message is None or Site.SERVER_START not in evidence.sites:
+    if message is None or not _server_starts(evidence):
         return None
     if message.kind not in _OF_THE_DEVICE or evidence.accounts.foreign_bytes:
         return None
     what = "weights, warm-up and cache of the server take more than the card"
     text = "it failed while the server loaded its weights, profiled or reserved its cache"
     return likely(Cause.SERVING_START_UP, what, text)
+
+
+def _server_starts(evidence: Evidence) -> bool:
+    """Return whether a server was starting: by the traceback, or by its name without any training."""
+    if Site.SERVER_START in evidence.sites:
+        return True
+    stated = _SERVERS.search(evidence.case.free_text)
+    trains = Site.BACKWARD in evidence.sites or evidence.finished_steps > 0
+    serves = bool(stated) or Note.INFERENCE_SERVER in evidence.log.notes
+    return serves and not trains and evidence.phase is not FailurePhase.EVALUATE
 
 
 def own_ranks_on_card(evidence: Evidence) -> Hypothesis | None:
