@@ -90,6 +90,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         optimizer = build_optimizer(student, training, world)
         probe.watch(student, optimizer)
         state = loop_state.resume(run, task, student, optimizer)
+        student.clear_decoder_bias()
         teacher = place_teacher(
             files, placement=planned_placement(run, spec), recipe=recipe, world=world
         )
@@ -198,6 +199,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
             )
         with probe.phase("optimizer_step", step=number):
             optimizer.step()
+            student.clear_decoder_bias()
 
         state.step = number
         state.count_tokens(step, train)

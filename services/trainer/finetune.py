@@ -61,6 +61,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
         optimizer = build_optimizer(sharded, training, world)
         probe.watch(sharded, optimizer)
         state = loop_state.resume(run, task, sharded, optimizer)
+        sharded.clear_decoder_bias()
 
     schedule = plan_schedule(training, num_texts=len(train))
     steps_per_epoch, total = schedule.steps_per_epoch, schedule.total_steps
@@ -133,6 +134,7 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
             )
         with probe.phase("optimizer_step", step=number):
             optimizer.step()
+            sharded.clear_decoder_bias()
 
         state.step = number
         state.count_tokens(step, train)

@@ -26,12 +26,15 @@ TEXTS = [
     "Fine.",
     "A long story about a laptop that broke twice in a week, was repaired, and broke again.",
 ]
-ENCODERS = {"bert", "xlm-roberta", "modernbert"}
+ENCODERS = {"bert", "xlm-roberta", "roberta", "modernbert", "distilbert", "electra"}
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+}
+OWN_NAMES: dict[str, dict[str, Any]] = {
+    "distilbert": {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 4}
 }
 
 MakeClassifier = Callable[..., Classifier]
@@ -59,7 +62,9 @@ def make_classifier(heads: list[Head]) -> MakeClassifier:
     def make(model_type: str, seed: int = 0, **fields: int) -> Classifier:
         grouped = {} if model_type in ENCODERS else {"num_key_value_heads": 2}
         config = build_config(
-            {"model_type": model_type, **SMALL, **grouped, **fields}, vocab_size=320, pad_token_id=0
+            {"model_type": model_type, **OWN_NAMES.get(model_type, SMALL), **grouped, **fields},
+            vocab_size=320,
+            pad_token_id=0,
         )
         torch.manual_seed(seed)
         classifier = build_classifier(config, heads)

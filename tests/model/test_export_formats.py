@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tests.model.conftest import MakeClassifier
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "bert"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "llama", "bert", "xlm-roberta", "modernbert", "distilbert"]
+)
 def test_each_head_is_exported_as_a_directory_that_transformers_loads(
     kind: str,
     tmp_path: Path,
@@ -27,6 +29,7 @@ def test_each_head_is_exported_as_a_directory_that_transformers_loads(
     heads: list[Head],
 ) -> None:
     artifact = export(tmp_path / "model", make_classifier(kind), tokenizer_dir, heads)
+    (tmp_path / "out").mkdir()  # an empty directory is filled
     found = export_artifact(artifact, format="transformers", out=tmp_path / "out")
     assert set(found) == {"sentiment", "topics"}
     expected = load_classifier(artifact)(IDS)
@@ -39,7 +42,7 @@ def test_each_head_is_exported_as_a_directory_that_transformers_loads(
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
-@pytest.mark.parametrize("kind", ["qwen3", "bert"])
+@pytest.mark.parametrize("kind", ["qwen3", "bert"])  # ten seconds each
 def test_onnx_runtime_gives_the_logits_of_the_artifact(
     kind: str,
     tmp_path: Path,
@@ -60,6 +63,22 @@ def test_onnx_runtime_gives_the_logits_of_the_artifact(
     (logits,) = session.run(["sentiment"], feed)
     torch.testing.assert_close(torch.from_numpy(logits), classifier(ids)["sentiment"].detach())
     assert json.loads((tmp_path / "out" / "labels.json").read_text())["max_length"] == 16
+
+
+def test_a_failed_export_leaves_nothing_and_an_existing_directory_is_kept(
+    tmp_path: Path, make_classifier: MakeClassifier, tokenizer_dir: Path, heads: list[Head]
+) -> None:
+    classifier = make_classifier("electra")
+    artifact = export(tmp_path / "model", classifier, tokenizer_dir, heads)
+    out = tmp_path / "exports" / "out"
+    with pytest.raises(NotExpressible):
+        export_artifact(artifact, format="transformers", out=out)
+    assert not any(out.parent.iterdir())
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError):
+        export_artifact(artifact, format="transformers", out=out)
+    assert [path.name for path in out.parent.rglob("*")] == ["out", "notes.txt"]
 
 
 def test_a_decoder_with_a_bias_is_not_exported_to_transformers(

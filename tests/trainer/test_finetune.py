@@ -26,6 +26,7 @@ from services.shared.jobs.run_directory import (
 from services.shared.jobs.state import Phase, Reason
 from services.shared.model.artifact import check_golden, load_classifier, read_artifact
 from services.shared.model.objective import combined_loss
+from services.shared.model.sequence_classification import sequence_classifier
 from services.shared.model.tokens import load_tokenizer, read_rows
 from services.shared.training.process import Position, RunFailed, World
 from services.trainer.finetune import finetune
@@ -108,6 +109,17 @@ def test_the_artifact_gives_the_logits_of_the_trained_model(finished: RunDirecto
     worst = check_golden(finished.export, classifier, load_tokenizer(finished.export))
     assert worst is not None
     assert worst < 1e-5
+
+
+def test_each_head_of_a_trained_decoder_is_a_classifier_of_transformers(
+    finished: RunDirectory,
+) -> None:
+    classifier, ids = load_classifier(finished.export), torch.tensor([[2, 9, 8, 7, 3]])
+    for head in classifier.head_specs:
+        model = sequence_classifier(classifier, head)
+        assert classifier.heads.get_parameter(f"{head.name}.weight").any()
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, classifier(ids)[head.name])
 
 
 def test_the_artifact_records_its_lineage(finished: RunDirectory) -> None:

@@ -176,7 +176,7 @@ class ExportFormat(str, Enum):
 @app.command()
 def export(
     model_id: ModelId,
-    out: Annotated[Path, typer.Option("--out", help="A new directory.")],
+    out: Annotated[Path, typer.Option("--out", help="A directory that is absent or empty.")],
     format_: Annotated[
         ExportFormat,
         typer.Option(

@@ -7,7 +7,9 @@ ARTIFACT --format onnx --out DIR`. What is written is loaded again and compared 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from services.shared.datasets.card import Head
 from services.shared.datasets.text import Chat, Message, Pair, Text, TextKind
+from services.shared.files.atomic_write import partial_path, sync
 from services.shared.jobs.artifact_layout import GOLDEN
 from services.shared.model.artifact import (
     Artifact,
@@ -48,15 +51,31 @@ class ExportDiffers(ValueError):
 
 
 def export_artifact(directory: Path, *, format: str, out: Path) -> dict[str, float]:
-    """Export an artifact to the new directory `out`; return each head's largest relative difference.
+    """Export an artifact to the directory `out`; return each head's largest relative difference.
 
-    Raises InvalidArtifact, NotExpressible, ExportDiffers, FileExistsError or ImportError.
+    `out` is absent or empty, and is filled by one rename once everything has been verified. Raises
+    InvalidArtifact, NotExpressible, ExportDiffers, FileExistsError or ImportError.
     """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(errno.EEXIST, "exists and is not an empty directory", str(out))
+    staging = partial_path(out)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        found = _write(directory, format=format, out=staging)
+        for path in (*staging.rglob("*"), staging):
+            sync(path)
+        staging.rename(out)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return found
+
+
+def _write(directory: Path, *, format: str, out: Path) -> dict[str, float]:
     artifact = read_artifact(directory)
     verify_artifact(artifact)
     classifier = load_classifier(directory, dtype=torch.float32)
     tokenizer = load_tokenizer(directory, artifact.text_kind)
-    out.mkdir(parents=True)
     if format == "onnx":
         return _export_onnx(artifact, classifier, tokenizer, out)
     return {
@@ -213,7 +232,7 @@ def main() -> None:
     except ImportError as error:
         print(f"{error}: install stillhouse[onnx].", file=sys.stderr)
     except FileExistsError:
-        print(f"{options.out} exists: choose a new directory.", file=sys.stderr)
+        print(f"{options.out} exists and is not empty: choose another directory.", file=sys.stderr)
     except (InvalidArtifact, ExportDiffers, OSError) as error:
         print(error, file=sys.stderr)
     else:

@@ -125,6 +125,18 @@ class Sharded:
                 if handle is not None:
                     handle.flat_param.grad = None
 
+    def clear_decoder_bias(self) -> None:
+        """Keep the heads of a decoder without bias, as the classifiers of transformers are.
+
+        Called after every step. The parameter stays, so that an artifact's files, the plan and former
+        models, which have one, need no second form.
+        """
+        if not self.classifier.causal:
+            return
+        for shard in self.shards:
+            if shard.name.startswith("heads.") and shard.name.endswith(".bias"):
+                shard.local.zero_()
+
     def reshard(self) -> None:
         """Free what a forward pass without backward may have left gathered (FSDP2)."""
         if self.engine is Engine.FSDP2:
