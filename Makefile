@@ -70,6 +70,10 @@ SEED ?=
 faults: $(INSTALLED) ## Inject N random faults into a running platform (an hour for 300; SEED=n repeats them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --draws $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+.PHONY: restore-test
+restore-test: $(INSTALLED) ## Destroy a running platform and restore it from a backup (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.restoration $(ARGS)
+
 .PHONY: check
 check: $(INSTALLED) ## Check formatting, lint, types and import contracts
 	$(BIN)/ruff format --check .

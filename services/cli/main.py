@@ -6,6 +6,7 @@ import typer
 
 from services.cli.commands import (
     audit,
+    backup,
     datasets,
     demo,
     diagnose,
@@ -33,6 +34,8 @@ app.command()(trace.trace)
 app.command()(diagnose.diagnose)
 app.command()(doctor.doctor)
 app.command()(gc.gc)
+app.command()(backup.backup)
+app.command()(backup.restore)
 app.add_typer(datasets.app, name="datasets")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(models.app, name="models")

@@ -152,7 +152,7 @@ class Campaign:
                 promotion.join(120)
             if draw.did is not None:
                 break
-        is_aimed = fault.name in ("kill_rank", "kill_torchrun")
+        is_aimed = fault.name in ("kill_rank", "kill_torchrun", "flip_byte")
         for job in self.workload.in_flight.values():
             if draw.did is not None and (not is_aimed or job.id == draw.job_id):
                 job.draws.append(draw.number)
@@ -240,6 +240,9 @@ class Campaign:
         expected = EXPECTED_REASONS
         if hasattr(self, "context") and job.id in self.context.in_flight_on_full_disk:
             expected |= {Reason.DISK_FULL}
+        is_flipped = hasattr(self, "context") and job.id in self.context.flipped
+        if is_flipped:
+            expected |= {Reason.BAD_CHECKPOINT}
         try:
             found = self.harness.retry_while_unavailable(
                 lambda: check_job(self.harness.store, job.id, expected=expected)

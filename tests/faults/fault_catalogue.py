@@ -23,6 +23,12 @@ import redis
 
 from services.shared.jobs.queue import send
 from tests.faults.availability import AvailabilityMonitor, Outage
+from tests.faults.degradations import (
+    exhaust_descriptors,
+    flip_byte,
+    read_only_database,
+    stop_and_continue_worker,
+)
 from tests.faults.harness import LEASE_SECONDS, WORKERS, PlatformHarness, RankProcess
 from tests.faults.waiting import wait_until
 from tests.faults.workload import JobSnapshot, TrackedJob, Workload, processes_of
@@ -44,6 +50,7 @@ class FaultContext:
     volume: Path | None = None  # the small file system; None where it cannot be mounted
     recovery_threads: list[threading.Thread] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
+    flipped: set[str] = field(default_factory=set)  # jobs with a flipped bit in a checkpoint
     in_flight_on_full_disk: set[str] = field(
         default_factory=set
     )  # jobs in flight while the disk was full
@@ -193,6 +200,10 @@ FAULTS = [
     Fault("jump_clock", jump_clock, RUNNING),
     Fault("deliver_twice", deliver_twice, EVERY),
     Fault("fill_disk", fill_disk, ("training", "exporting")),
+    Fault("read_only", read_only_database, (*EVERY, "promoting")),
+    Fault("descriptors", exhaust_descriptors, EVERY),
+    Fault("flip_byte", flip_byte, ("training", "saving"), weight=2),
+    Fault("stop_worker", stop_and_continue_worker, RUNNING, weight=2),
 ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
+from services.shared.jobs.db.attempt_queries import LOST, MAX_FREE_LOSSES
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.ids import model_id_of
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
@@ -50,7 +51,8 @@ def _check_attempts(found: CheckResult, job: JobView, expected: frozenset[Reason
     found.require(numbers == list(range(1, job.attempt + 1)), f"attempts are numbered {numbers}")
     endings = [attempt.ending for attempt in job.attempts]
     found.require(None not in endings, f"an attempt has no end: {endings}")
-    used = len(endings) - endings.count("handed_back")
+    free = endings.count("handed_back") + min(endings.count(LOST), MAX_FREE_LOSSES)
+    used = len(endings) - free
     found.require(used <= job.max_attempts, f"{used} attempts used of {job.max_attempts}")
     if job.state is JobState.SUCCEEDED:
         found.require(
@@ -66,7 +68,7 @@ def _check_attempts(found: CheckResult, job: JobView, expected: frozenset[Reason
         )
     if job.reason in (Reason.CRASHED, Reason.LOST):
         found.require(
-            used == job.max_attempts,
+            used >= job.max_attempts or endings.count(LOST) > MAX_FREE_LOSSES,
             f"given up as {job.reason} after {used} of {job.max_attempts} attempts: {job.message}",
         )
 
@@ -99,7 +101,7 @@ def _check_events(found: CheckResult, store: Store, job: JobView) -> None:
     states = [JobState(e.data["state"]) for e in events if e.type is EventType.STATE]
     for before, after in pairwise(states):
         found.require(after in TRANSITIONS[before], f"it went from {before} to {after}")
-    runs = states.count(JobState.RUNNING)
+    runs = len({e.attempt for e in events if e.data.get("state") == JobState.RUNNING})
     found.require(
         runs == len(job.attempts), f"{runs} starts in events, {len(job.attempts)} attempts"
     )

@@ -34,7 +34,8 @@ def platform_environment(data_dir: Path, *, create: bool = False) -> Iterator[di
     """Yield the variables of a platform's processes.
 
     The database is that of STILLHOUSE_DATABASE_URL, or else the embedded one of the data directory, which is
-    started for the block unless the platform runs; `create` makes one. Raises StartFailed.
+    started for the block unless the platform runs; `create` makes one and leaves it empty. Raises
+    StartFailed.
     """
     env = {"STILLHOUSE_BROKER_URL": "redis://unused", **os.environ}
     env["STILLHOUSE_DATA_DIR"] = str(data_dir.resolve())
@@ -51,13 +52,16 @@ def platform_environment(data_dir: Path, *, create: bool = False) -> Iterator[di
     try:
         lock = lock_data_dir(data_dir)
     except StartFailed:  # it runs
+        if create:
+            raise
         yield env
         return
     with lock:
         (data_dir / "logs").mkdir(exist_ok=True)
         server = start_postgres(data_dir)
         try:
-            migrate(env, data_dir / "logs" / "migrations.log")
+            if not create:
+                migrate(env, data_dir / "logs" / "migrations.log")
             yield env
         finally:
             server.stop()
@@ -74,7 +78,7 @@ def running_environment(data_dir: Path) -> dict[str, str]:
     }
 
 
-def run_maintenance(module: str, *arguments: str, env: dict[str, str]) -> Any:
+def run_maintenance(module: str, *arguments: str, env: dict[str, str] | None = None) -> Any:
     """Run a maintenance module in a process of its own and return the JSON document that it prints.
 
     Its messages pass to standard error. Raises StartFailed with its last line.

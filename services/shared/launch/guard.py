@@ -45,6 +45,9 @@ def main() -> None:
         sys.exit("guard: the parent died before its command started")
     # A core dump of a rank is gigabytes in the working directory, once per crash.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    # Ranks open a file per shard; and what the worker may still open says nothing about them.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     command = _with_numa_binding(options.command)
     os.execvp(command[0], command)
 

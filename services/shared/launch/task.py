@@ -35,6 +35,18 @@ _APPLY_SECONDS = 600.0
 # Long enough for a restart; an abandoned message is sent again by the sweep.
 _CLAIM_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 1.0
+# What the machine lacks for now; none says anything about the job.
+_PASSING_ERRNOS = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EAGAIN,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
 
 
 def run_job(
@@ -221,7 +233,10 @@ def _disk_failure(error: OSError, run_dir: Path) -> Outcome:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"No space is left for {run_dir}: free some and retry the job."
         return _failed(Reason.DISK_FULL, message)
-    return _failed(Reason.LAUNCH_FAILED, f"The worker could not run the job in {run_dir}: {error}")
+    message = f"The worker could not run the job in {run_dir}: {error}"
+    if error.errno in _PASSING_ERRNOS:
+        return Outcome(end=End.RETRY, reason=Reason.LAUNCH_FAILED, message=message)
+    return _failed(Reason.LAUNCH_FAILED, message)
 
 
 def _failed(reason: Reason, message: str) -> Outcome:

@@ -33,9 +33,7 @@ def migrate(database_url: str, *, target: str = NEWEST, attempts: int = _ATTEMPT
     up its locks and tries again, so that neither waits for the other for ever. Raises Unavailable when
     the database cannot be reached, or when the tables were in use at every attempt.
     """
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
-    config.attributes[URL_OPTION] = database_url
+    config = _config(database_url)
     for attempt in range(1, attempts + 1):
         try:
             _move(config, target)
@@ -45,6 +43,21 @@ def migrate(database_url: str, *, target: str = NEWEST, attempts: int = _ATTEMPT
             time.sleep(_PAUSE_SECONDS)
         else:
             return
+
+
+def make_schema(database_url: str, *, revision: str) -> None:
+    """Make the schema of a version in an empty database. Raises Unavailable."""
+    try:
+        command.upgrade(_config(database_url), revision)
+    except OperationalError as error:
+        raise Unavailable(f"The database cannot be migrated: {error.orig}") from error
+
+
+def _config(database_url: str) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.attributes[URL_OPTION] = database_url
+    return config
 
 
 def _move(config: Config, target: str) -> None:

@@ -1,0 +1,1 @@
+"""Backups of database and files, and their restoration."""
