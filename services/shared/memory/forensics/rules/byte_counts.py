@@ -275,7 +275,8 @@ def capacity(evidence: Evidence, needs: Needs | None) -> Hypothesis | None:
     )
     if state_is_small(evidence, needs, card):
         return None
-    make = likely if held >= _FULL_STATE_SHARE * card else possible
+    full = _FULL_WEIGHTS_SHARE if evidence.trains_adapters else _FULL_STATE_SHARE
+    make = likely if held >= full * card else possible
     return make(Cause.CAPACITY, what, text)
 
 

@@ -167,6 +167,8 @@ _COUNTED_WORDS = (
     "resource: memory",
     "MEMLIMIT",
     "out-of-memory handler",
+    "all available RAM",
+    "more memory than is available",
 )
 
 

@@ -55,18 +55,39 @@ KILLS = (
         r"|Workers? \(tasks / actors\) killed due to memory pressure"
         r"|ray\.exceptions\.OutOfMemoryError"
         r"|More than [0-9]{1,3}% of the memory on node \S{1,80} is used"
+        r"|\bPID\s{1,8}MEM\(GB\)\s{1,8}COMMAND\b"
         r"|was running was [0-9.]{1,12}GB / [0-9.]{1,12}GB \(",
         examples=(
             "2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due "
             "to other reasons at node (ID: a, IP: b)",
             "Task was killed due to the node running low on memory.",
+            "Top 10 memory users: PID     MEM(GB) COMMAND 40126   11.20   ray::WorkerDict",
             "More than 95% of the memory on node worker-1 is used (458.07 / 482.0 GB).",
         ),
         origins=(
             binary("Ray", "raylet", "2.49.2"),
             source("Ray", "ray/_private/memory_monitor.py", "2.49.2"),
         ),
-        triggers=("running low on memory", "memory pressure", "of the memory on node", "GB / "),
+        triggers=(
+            "running low on memory",
+            "memory pressure",
+            "of the memory on node",
+            "MEM(GB)",
+            "GB / ",
+        ),
+    ),
+    text_format(
+        "H10",
+        MessageKind.KILLED,
+        Backend.HOST,
+        r"session crashed after using all available RAM"
+        r"|notebook tried to allocate more memory than is available",
+        examples=(
+            "Your session crashed after using all available RAM.",
+            "Your notebook tried to allocate more memory than is available. It has restarted.",
+        ),
+        origins=(reported("Colab and Kaggle notebooks", "-", "all"),),
+        triggers=("all available RAM", "more memory than is available"),
     ),
     text_format(
         "H2",

@@ -49,6 +49,7 @@ SERVING = (
         r"|To serve at least one request with the model'?s'? max seq len"
         r"|larger than the available KV cache memory"
         r"|CUDA out of memory occurred when warming up"
+        r"|leave no GPU memory for the KV cache"
         r"|Not enough memory\. Please try to increase --mem-fraction-static"
         r"|Capture cuda graph failed.{0,200}mem-fraction-static"
         r"|Not enough memory to handle (?:[0-9]{1,9} prefill tokens|`max_total_tokens)",
@@ -61,6 +62,8 @@ SERVING = (
             "lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.",
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current "
             "value: self.server_args.mem_fraction_static=0.7",
+            "ValueError: Loaded weights leave no GPU memory for the KV cache under "
+            "--mem-fraction-static=0.88.",
             "Not enough memory to handle 4096 prefill tokens. You need to decrease "
             "`--max-batch-prefill-tokens`",
         ),
@@ -68,6 +71,7 @@ SERVING = (
             source("vLLM", "vllm/v1/core/kv_cache_utils.py", "main, 2026"),
             reported("vLLM", "vllm/v1/worker/gpu_model_runner.py", "0.8 and later"),
             source("SGLang", "sglang/srt/model_executor/model_runner.py", "0.5.3"),
+            reported("SGLang", "sglang/srt/model_executor/model_runner.py", "2026"),
             source(
                 "text-generation-inference",
                 "server/text_generation_server/models/flash_causal_lm.py, backends/v3/src/lib.rs",
