@@ -109,6 +109,10 @@ bench-baseline: $(INSTALLED) $(SKLEARN)/.installed ## Compare the n-gram baselin
 bench-trainer: $(INSTALLED) ## Measure our training step against a hand-written loop (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 tests/bench/bench_trainer.py $(ARGS)
 
+.PHONY: bench-data
+bench-data: $(INSTALLED) ## Measure a million rows from the upload to the first step (minutes)
+	$(BIN)/python -m tests.bench.large_dataset $(ARGS)
+
 .PHONY: bench-serving
 bench-serving: $(INSTALLED) ## Measure serving against other servers (minutes; 2 GB in .stillhouse/bench)
 	$(BIN)/python -m tests.bench.serving $(ARGS)

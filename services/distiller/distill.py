@@ -39,6 +39,7 @@ from services.shared.training.process import (
 )
 from services.shared.training.progress import Progress
 from services.shared.training.schedule import plan_schedule
+from services.shared.training.shared_data import SharedData
 
 PROGRESS_INTERVAL_SECONDS = 2.0  # how often a worker reads the progress
 
@@ -50,6 +51,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     training, recipe, spec = task.spec.training, resolved_recipe(task), task.spec.distillation
     budget_tokens = recipe.token_budget(training)
     progress, probe = Progress(run, world, position), MemoryProbe(run, world, position)
+    shared = SharedData(run, world, progress)
 
     progress.phase(Phase.LOADING)
     with probe.phase("load"):
@@ -64,6 +66,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
         with fail_with(Reason.BAD_DATA):
             data = read_data(
                 task,
+                shared,
                 heads,
                 student=Reader(init.tokenizer, training.max_length, init.prefix),
                 teacher=Reader(
@@ -252,7 +255,7 @@ def distill(run: RunDirectory, task: RunInput, world: World, position: Position)
     if world.is_first:
         write_json(run.report, report)
     progress.phase(Phase.FINISHING)
-    world.barrier()
+    shared.remove()
     return report
 
 

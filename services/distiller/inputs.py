@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from services.distiller.corpus import Corpus, add_unlabelled, read_corpus
+from services.distiller.corpus import Corpus, CorpusReader, open_corpus
 from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.stored_card import read_card
 from services.shared.jobs.run_directory import RunInput
+from services.shared.model.mapped_arrays import DirectoryWriter
 from services.shared.model.metrics import Array
-from services.shared.model.tokens import Rows, TokenisedSplit, tokenise
+from services.shared.model.tokens import Rows, TokenisedSplit
+from services.shared.training.shared_data import SharedData
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,6 @@ class Reader:
     tokenizer: PreTrainedTokenizerBase
     max_length: int
     prefix: str
-
-    def tokenise(self, rows: Rows) -> TokenisedSplit:
-        """Return tokenised texts."""
-        return tokenise(rows, self.tokenizer, max_length=self.max_length, prefix=self.prefix)
 
 
 @dataclass(frozen=True)
@@ -64,38 +64,53 @@ class DistillationData:
 
 def read_data(
     task: RunInput,
+    shared: SharedData,
     heads: list[Head],
     *,
     student: Reader,
     teacher: Reader,
 ) -> DistillationData:
-    """Read all texts and tokenise them for both models. Raises ValueError."""
-    splits = {split: read_corpus(task.dataset_dir, split, heads) for split in Split}
-    num_labelled = len(splits[Split.TRAIN])
+    """Return all texts, tokenised once a node for each of both models. Raises ValueError. Collective."""
+    card = read_card(task.dataset_dir)
+
+    def read(split: Split, unlabelled: Sequence[Path] = ()) -> TokenisedPair:
+        def chunks(writer: DirectoryWriter) -> Iterator[Rows]:
+            reader = CorpusReader(task.dataset_dir, split, heads, unlabelled=unlabelled)
+            yield from reader
+            writer.values |= reader.values()
+
+        directory, rows = shared.rows(
+            str(split),
+            chunks,
+            heads=heads,
+            kind=card.text_kind,
+            source=[task.dataset_dir, *unlabelled],
+        )
+        ours, theirs = (
+            shared.tokens(
+                directory,
+                rows,
+                reader.tokenizer,
+                max_length=reader.max_length,
+                prefix=reader.prefix,
+            )
+            for reader in (student, teacher)
+        )
+        return TokenisedPair(open_corpus(directory, rows), ours, theirs)
+
+    train = read(Split.TRAIN, task.unlabelled_dirs)
+    num_labelled = train.corpus.num_labelled
     if not num_labelled:
         raise ValueError("the dataset has no training texts")
-    train, num_duplicates = add_unlabelled(
-        splits[Split.TRAIN],
-        task.unlabelled_dirs,
-        held_out=[splits[Split.VALIDATION], splits[Split.TEST]],
-        heads=heads,
-    )
-
-    def tokenise_pair(corpus: Corpus) -> TokenisedPair:
-        ours = student.tokenise(corpus.rows)
-        # Equal where the same tokenizer object is used in the same way.
-        theirs = ours if teacher == student else teacher.tokenise(corpus.rows)
-        return TokenisedPair(corpus, ours, theirs)
-
-    validation = tokenise_pair(splits[Split.VALIDATION])
-    has_test = len(splits[Split.TEST]) > 0
+    validation, test = read(Split.VALIDATION), read(Split.TEST)
+    has_test = len(test.corpus) > 0
     return DistillationData(
-        card=read_card(task.dataset_dir),
+        card=card,
         heads=heads,
-        train=tokenise_pair(train),
+        train=train,
         validation=validation,
-        evaluation=tokenise_pair(splits[Split.TEST]) if has_test else validation,
+        evaluation=test if has_test else validation,
         evaluation_split=Split.TEST if has_test else Split.VALIDATION,
-        num_unlabelled=len(train) - num_labelled,
-        num_duplicates=num_duplicates,
+        num_unlabelled=len(train.corpus) - num_labelled,
+        num_duplicates=train.corpus.num_duplicates,
     )

@@ -25,6 +25,7 @@ from services.shared.training.process import Position, RunFailed, World, agreed_
 from services.shared.training.progress import Progress
 from services.shared.training.schedule import plan_schedule
 from services.shared.training.sharding.load import initialise, load_pretrained
+from services.shared.training.shared_data import SharedData
 from services.trainer.inputs import check_budget, read_data
 from services.trainer.publish import publish
 
@@ -35,11 +36,12 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
     training, recipe = task.spec.training, resolved_recipe(task)
     budget_tokens = recipe.token_budget(training)
     progress, probe = Progress(run, world, position), MemoryProbe(run, world, position)
+    shared = SharedData(run, world, progress)
 
     progress.phase(Phase.LOADING)
     with probe.phase("load"):
         verify_models([task.model_dir, task.teacher_dir], world)
-        data = read_data(run, task, world)
+        data = read_data(run, task, world, shared)
         check_budget(data, budget_tokens)
     heads, train, pad_id = data.heads, data.train, data.tokenizer.pad_token_id
     weights = None
@@ -173,5 +175,5 @@ def finetune(run: RunDirectory, task: RunInput, world: World, position: Position
     if world.is_first:
         write_json(run.report, report)
     progress.phase(Phase.FINISHING)
-    world.barrier()
+    shared.remove()
     return report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -16,9 +18,17 @@ from services.shared.jobs.text_conventions import conventions_of
 from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.batches import plan_evaluation
 from services.shared.model.classifier import build_config, set_pooling
-from services.shared.model.tokens import TokenisedSplit, load_tokenizer, read_split, select_heads
+from services.shared.model.mapped_arrays import DirectoryWriter
+from services.shared.model.tokens import (
+    Rows,
+    TokenisedSplit,
+    iter_rows,
+    load_tokenizer,
+    select_heads,
+)
 from services.shared.training.job_setup import check_length, read_config, train_shared_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
+from services.shared.training.shared_data import SharedData
 from services.shared.training.vocabulary import KeptRows, trim_shared_vocabulary
 
 
@@ -32,13 +42,14 @@ class TrainingData:
     config: PretrainedConfig  # of the backbone
     vocabulary: KeptRows | None  # None: all rows of the embedding
     prefix: str  # before each text
+    rows: Mapping[Split, Rows]
     train: TokenisedSplit
     validation: TokenisedSplit
     test: TokenisedSplit
 
 
-def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
-    """Read and tokenise the dataset, identically on every rank. Raises RunFailed."""
+def read_data(run: RunDirectory, task: RunInput, world: World, shared: SharedData) -> TrainingData:
+    """Return the dataset, read and tokenised once a node. Raises RunFailed. Collective."""
     assert isinstance(task.spec, TeacherSpec)
     with fail_with(Reason.BAD_DATA):
         card = read_card(task.dataset_dir)
@@ -53,18 +64,24 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
         )
         tokenizer, config, vocabulary = found.tokenizer, found.config, found.kept
     with fail_with(Reason.BAD_DATA):
-        train, validation, test = (
-            read_split(
-                task.dataset_dir,
-                split,
-                heads,
-                tokenizer=tokenizer,
+        rows: dict[Split, Rows] = {}
+        tokens: dict[Split, TokenisedSplit] = {}
+        for split in Split:
+            directory, rows[split] = shared.rows(
+                str(split),
+                functools.partial(_chunks, task, split, heads),
+                heads=heads,
+                kind=card.text_kind,
+                source=[task.dataset_dir],
+            )
+            tokens[split] = shared.tokens(
+                directory,
+                rows[split],
+                tokenizer,
                 max_length=task.spec.training.max_length,
                 prefix=conventions.prefix,
             )
-            for split in (Split.TRAIN, Split.VALIDATION, Split.TEST)
-        )
-    if not len(train):
+    if not len(rows[Split.TRAIN]):
         raise RunFailed(Reason.BAD_DATA, f"dataset {card.name!r} has no training texts")
     return TrainingData(
         card=card,
@@ -73,10 +90,17 @@ def read_data(run: RunDirectory, task: RunInput, world: World) -> TrainingData:
         prefix=conventions.prefix,
         config=config,
         vocabulary=vocabulary,
-        train=train,
-        validation=validation,
-        test=test,
+        rows=rows,
+        train=tokens[Split.TRAIN],
+        validation=tokens[Split.VALIDATION],
+        test=tokens[Split.TEST],
     )
+
+
+def _chunks(
+    task: RunInput, split: Split, heads: Sequence[Head], _writer: DirectoryWriter
+) -> Iterator[Rows]:
+    return iter_rows(task.dataset_dir, split, heads)
 
 
 def backbone_config(

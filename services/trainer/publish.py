@@ -10,17 +10,16 @@ from services.shared.datasets.card import Split
 from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
 from services.shared.jobs.spec import TeacherSpec
-from services.shared.jobs.state import Reason
 from services.shared.model.artifact import seal_artifact
 from services.shared.model.baseline import fit_baselines
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.comparison import HeldOut, add_comparisons
 from services.shared.model.metrics import Array
 from services.shared.model.predictions_file import write_predictions
-from services.shared.model.tokens import Rows, read_rows
+from services.shared.model.tokens import Rows
 from services.shared.training.checkpoint.loop_state import LoopState, LoopSummary
 from services.shared.training.evaluation import evaluate, predict_labels, predict_split
-from services.shared.training.process import World, fail_with
+from services.shared.training.process import World
 from services.shared.training.sharding.export import export_artifact, publish_export
 from services.shared.training.sharding.shard import Sharded
 from services.trainer.inputs import TrainingData
@@ -74,8 +73,7 @@ def publish(
     """Evaluate the weights on the test split, write their artifact, and report. Collective."""
     evaluated = _evaluate(task, sharded, data, world, state)
     evaluation = evaluated.evaluation
-    with fail_with(Reason.BAD_DATA):
-        labelled = read_rows(task.dataset_dir, Split.TRAIN, data.heads)
+    labelled = data.rows[Split.TRAIN]
     max_length = task.spec.training.max_length
     staging_dir = export_artifact(
         run,
@@ -87,8 +85,7 @@ def publish(
         prefix=data.prefix,
     )
     if world.is_first and evaluation:
-        with fail_with(Reason.BAD_DATA):
-            held_out = read_rows(task.dataset_dir, Split(evaluation["split"]), data.heads)
+        held_out = data.rows[Split(evaluation["split"])]
         _compare(evaluated, data, labelled, held_out, staging_dir, seed=task.spec.training.seed)
         if data.vocabulary is not None:
             evaluation["vocabulary"] = data.vocabulary.report.model_dump()

@@ -35,6 +35,7 @@ from services.shared.model.classifier import build_classifier, initialise_heads,
 from services.shared.model.tokens import TokenisedSplit, collate
 from services.shared.training.process import Position, World, join, leave
 from services.shared.training.progress import Progress
+from services.shared.training.shared_data import SharedData
 from services.trainer.finetune import finetune
 from services.trainer.inputs import TrainingData, backbone_config, read_data
 
@@ -210,7 +211,9 @@ def main() -> None:
         write_dataset(root / "dataset")
     world.barrier()
     task = make_task(root / "dataset", steps=given.steps, max_grad_norm=1.0)
-    data = read_data(RunDirectory(root / "data"), task, world)
+    run = RunDirectory(root / "data")
+    shared = SharedData(run, world, Progress(run, world, Position()))
+    data = read_data(run, task, world, shared)
     plan = plan_epoch(
         data.train.lengths, budget_tokens=4096, batch_size=32, ranks=world.size, seed=0, epoch=0
     )

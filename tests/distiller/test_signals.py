@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.distiller.corpus import Corpus, read_corpus
+from services.distiller.corpus import Corpus, Source
 from services.distiller.inputs import TokenisedPair
 from services.distiller.signal_file import SignalFile, hash_teacher, signal_file
 from services.distiller.signals import Signals
@@ -20,7 +20,7 @@ from services.shared.jobs.run_directory import RunDirectory, write_json
 from services.shared.jobs.spec import Recipe
 from services.shared.model.artifact import read_artifact
 from services.shared.model.classifier import TAPPED
-from services.shared.model.tokens import Batch, Rows, load_tokenizer, tokenise
+from services.shared.model.tokens import Batch, Rows, load_tokenizer, read_rows, tokenise
 from services.shared.training.process import RunFailed, World
 
 RECIPE = Recipe.model_validate({"compute": "float32", "reduce": "float32"})
@@ -39,7 +39,8 @@ def read_files(directory: Path, *, max_length: int = 48) -> TeacherFiles:
 
 
 def read_pair(dataset_dir: Path, files: TeacherFiles, max_length: int = 48) -> TokenisedPair:
-    corpus = read_corpus(dataset_dir, Split.TEST, files.heads)
+    rows = read_rows(dataset_dir, Split.TEST, files.heads)
+    corpus = Corpus(rows, (Source("ds_test/test", 0, len(rows)),))
     tokens = tokenise(
         corpus.rows,
         load_tokenizer(files.directory),

@@ -6,7 +6,7 @@ Legend: N texts, B texts of a batch, S tokens, C classes of a head.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from services.shared.model.text_encoding import marks_types, prepare_tokenizer, 
 Array = npt.NDArray[Any]
 
 CHUNK_TEXTS = 1000  # that are tokenised at once
+_CHUNK_ROWS = 8192  # that are read at once
 PAD, UNKNOWN, BEGIN, END = "<pad>", "<unk>", "<s>", "</s>"
 
 
@@ -185,27 +186,35 @@ def select_heads(card: DatasetCard, names: Sequence[str] | None) -> list[Head]:
     return [by_name[name] for name in names]
 
 
-def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
-    """Read texts and the labels of `heads`; a head that the dataset lacks has no labels.
+def iter_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Iterator[Rows]:
+    """Yield the rows of a split in chunks; a head that the dataset lacks has no labels.
 
     Raises DamagedDataset where the file is not as it was stored.
     """
     verify_split(dataset_dir, split)
-    path = dataset_dir / f"{split}.parquet"
     kind = read_text_kind(dataset_dir)
-    schema = pq.read_schema(path)
-    known = [head.name for head in heads if head.name in schema.names]
     text_columns = ["text", "text_pair"] if kind is TextKind.PAIR else ["text"]
-    table = pq.read_table(path, columns=[*text_columns, "line", *known])
-    size = table.num_rows
-    labels = {
-        head.name: _labels(table.column(head.name), head)
-        if head.name in known
-        else _no_labels(head, size)
-        for head in heads
-    }
-    lines = table.column("line").to_numpy().astype(np.int64)
-    return Rows(texts=_texts(table, kind), lines=lines, labels=labels)
+    with pq.ParquetFile(dataset_dir / f"{split}.parquet") as file:
+        names = file.schema_arrow.names
+        known = [head.name for head in heads if head.name in names]
+        columns = [*text_columns, "line", *known]
+        for batch in file.iter_batches(batch_size=_CHUNK_ROWS, columns=columns):
+            yield _rows(pa.Table.from_batches([batch]), heads, kind)
+
+
+def read_rows(dataset_dir: Path, split: Split, heads: Sequence[Head]) -> Rows:
+    """Return all rows of a split in memory, as `iter_rows` yields them."""
+    chunks = list(iter_rows(dataset_dir, split, heads))
+    return Rows(
+        texts=[text for rows in chunks for text in rows.texts],
+        lines=np.concatenate([np.zeros(0, np.int64), *(rows.lines for rows in chunks)]),
+        labels={
+            head.name: np.concatenate(
+                [no_labels(head, 0), *(rows.labels[head.name] for rows in chunks)]
+            )
+            for head in heads
+        },
+    )
 
 
 def tokenise(
@@ -342,6 +351,18 @@ def _tensor(values: Array) -> Tensor:
     return tensor.long() if values.ndim == 1 else tensor
 
 
+def _rows(table: pa.Table, heads: Sequence[Head], kind: TextKind) -> Rows:
+    size = table.num_rows
+    labels = {
+        head.name: _labels(table.column(head.name), head)
+        if head.name in table.column_names
+        else no_labels(head, size)
+        for head in heads
+    }
+    lines = table.column("line").to_numpy().astype(np.int64)
+    return Rows(texts=_texts(table, kind), lines=lines, labels=labels)
+
+
 def _texts(table: pa.Table, kind: TextKind) -> Sequence[Text]:
     texts: list[str] = table.column("text").to_pylist()
     if kind is TextKind.SINGLE:
@@ -362,7 +383,8 @@ def _labels(column: pa.ChunkedArray, head: Head) -> Array:
     return values
 
 
-def _no_labels(head: Head, size: int) -> Array:
+def no_labels(head: Head, size: int) -> Array:
+    """Return the labels of texts that have none."""
     if head.type is HeadType.SINGLE_LABEL:
         return np.full(size, MISSING, dtype=np.int32)
     return np.full((size, len(head.labels)), np.nan, dtype=np.float32)

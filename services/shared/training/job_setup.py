@@ -18,7 +18,7 @@ from services.shared.jobs.state import Reason
 from services.shared.memory.recipe import Engine
 from services.shared.model.artifact import InvalidArtifact, read_artifact, verify_artifact
 from services.shared.model.classifier import build_classifier
-from services.shared.model.tokens import load_tokenizer, read_rows, train_tokenizer
+from services.shared.model.tokens import iter_rows, load_tokenizer, train_tokenizer
 from services.shared.training.process import RunFailed, World, fail_with
 from services.shared.training.sharding.shard import Sharded, parameter_dtype, shard_classifier
 
@@ -79,9 +79,9 @@ def train_shared_tokenizer(
     directory = run.path / "tokenizer"
     if world.is_first:
         with fail_with(Reason.BAD_DATA):
-            rows = read_rows(task.dataset_dir, Split.TRAIN, [])
-        texts = map(plain_text, rows.texts)
-        train_tokenizer(texts, vocab_size=wanted.vocab_size, directory=directory)
+            chunks = iter_rows(task.dataset_dir, Split.TRAIN, [])
+            texts = (plain_text(text) for rows in chunks for text in rows.texts)
+            train_tokenizer(texts, vocab_size=wanted.vocab_size, directory=directory)
     world.barrier()
     return load_tokenizer(directory)
 

@@ -77,6 +77,11 @@ class World:
     stopping: StopWatch
 
     @property
+    def is_first_of_node(self) -> bool:
+        """Return whether this rank is the one that writes the shared files of its node."""
+        return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+    @property
     def is_first(self) -> bool:
         """Return whether this is rank 0, which writes shared files."""
         return self.rank == 0
