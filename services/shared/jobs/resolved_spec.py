@@ -34,6 +34,7 @@ class References:
 
     heads: tuple[Head, ...]  # that will be trained
     teacher: TeacherReference = TeacherReference()
+    training_texts: int = 0  # at most: duplicates of unlabelled texts are left out
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class ResolvedSpec:
     )
     teacher: ResolvedTeacher | None = None
     vocabulary_rows: int | None = None  # with `trim_vocabulary`, once they have been counted
+    training_texts: int = 0
 
     @property
     def source(self) -> ModelSource:
@@ -116,6 +118,7 @@ def resolve_directories(
         unlabelled_dirs=unlabelled,
         model_dir=model_dir,
         teacher=teacher,
+        training_texts=references.training_texts,
     )
 
 

@@ -173,6 +173,7 @@ class Recipe:
     checkpoint: Precision = Precision.BFLOAT16
     upcast_after_wrap: bool = True
     data_workers: int = 2
+    training_texts: int = 0  # which every rank holds an index of, in host memory
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMS.items():
@@ -273,6 +274,7 @@ class PlannedRecipeDict(TypedDict):
     checkpoint: str
     upcast_after_wrap: bool
     data_workers: int
+    training_texts: int
 
 
 _ENUMS: dict[str, type[Enum]] = {
@@ -296,6 +298,7 @@ _RANGES = {
     "sequence_length": (1, 1_048_576),
     "accumulate": (1, 65_536),
     "data_workers": (0, 1_024),
+    "training_texts": (0, 1_000_000_000),
 }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from services.shared.datasets.card import DatasetCard, Head, HeadType
+from services.shared.datasets.card import DatasetCard, Head, HeadType, Split
 from services.shared.datasets.text import TextKind
 from services.shared.jobs.db.tables import DatasetRow, JobRow, ModelRow
 from services.shared.jobs.documents import ModelHeadDict
@@ -38,14 +38,18 @@ def load_references(
     heads = _chosen_heads(spec, card)
     if isinstance(spec, TeacherSpec):
         _check_model(session, spec.model.model_id, field="model.model_id")
-        return References(heads)
-    _check_unlabelled(session, spec.distillation.unlabelled_dataset_ids, kind=card.text_kind)
+        return References(heads, training_texts=card.rows.get(Split.TRAIN, 0))
+    unlabelled = _unlabelled_cards(session, spec.distillation.unlabelled_dataset_ids)
+    _check_unlabelled(unlabelled, spec.distillation.unlabelled_dataset_ids, kind=card.text_kind)
     teacher = TeacherReference(heads=chained.heads) if chained else _teacher(session, spec)
     _check_teacher_kind(session, spec, chained, kind=card.text_kind)
     _check_model(session, spec.student.model_id, field="student.model_id")
     if teacher.heads is not None:
         check_same_heads(heads, teacher.heads)
-    return References(heads, teacher)
+    texts = card.rows.get(Split.TRAIN, 0) + sum(
+        sum(other.rows.values()) for other in unlabelled.values()
+    )
+    return References(heads, teacher, texts)
 
 
 @dataclass(frozen=True)
@@ -174,20 +178,24 @@ def _card(session: Session, dataset_id: str, *, field: str) -> DatasetCard:
     return DatasetCard.model_validate(card)
 
 
-def _check_unlabelled(session: Session, dataset_ids: Sequence[str], *, kind: TextKind) -> None:
-    """Raise InvalidRequest for the first dataset that does not exist or has texts of another kind.
-
-    One query for all of them.
-    """
-    query = select(DatasetRow.id, _TEXT_KIND).where(
+def _unlabelled_cards(session: Session, dataset_ids: Sequence[str]) -> dict[str, DatasetCard]:
+    """Return the cards of the datasets that exist, by id, in one query."""
+    query = select(DatasetRow.card).where(
         DatasetRow.id.in_(dataset_ids), DatasetRow.deleted_at.is_(None)
     )
-    kinds = {row.id: row.text_kind for row in session.execute(query)}
+    cards = map(DatasetCard.model_validate, session.scalars(query))
+    return {card.id: card for card in cards}
+
+
+def _check_unlabelled(
+    cards: Mapping[str, DatasetCard], dataset_ids: Sequence[str], *, kind: TextKind
+) -> None:
+    """Raise InvalidRequest for the first dataset that does not exist or has texts of another kind."""
     for number, dataset_id in enumerate(dataset_ids):
         field = f"distillation.unlabelled_dataset_ids.{number}"
-        if dataset_id not in kinds:
+        if dataset_id not in cards:
             raise InvalidRequest(f"{field}: there is no dataset {dataset_id!r}", field=field)
-        found = TextKind(kinds[dataset_id] or TextKind.SINGLE)
+        found = cards[dataset_id].text_kind
         if found is not kind:
             raise InvalidRequest(
                 f"{field}: the texts of {dataset_id} are of the kind {found}, those of the labelled dataset {kind}",

@@ -17,7 +17,11 @@ RANK_PROCESS_BYTES = 768 * MIB
 DATA_WORKER_BYTES = 96 * MIB
 # services/shared/training/sharding/load.py reads 4 Mi elements at a time; 64 MiB for a moment while it sums them.
 LOADING_CHUNK_BYTES = 64 * MIB
-# Page cache, pinned staging buffers and allocator slack are outside this sum.
+# The plan of an epoch holds each training text's number as a Python integer in a tuple (40 bytes), and twice
+# while the next one is made; the offsets of its tokens and its place in the order take 8 bytes each. Texts,
+# tokens and labels are in mapped files, which all ranks share and the kernel may drop.
+DATA_BYTES_PER_TEXT = 128
+# Page cache, mapped files, pinned staging buffers and allocator slack are outside this sum.
 HOST_UNCERTAINTY_BYTES = 4 * GIB
 
 
@@ -28,6 +32,7 @@ class HostPlan(NamedTuple):
     """
 
     processes: int
+    data: int
     offloaded: int
     loading: int
     export: int
@@ -35,13 +40,14 @@ class HostPlan(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """The highest of loading, training and export."""
-        training = self.processes + self.offloaded
-        return max(self.processes + self.loading, training + self.export)
+        always = self.processes + self.data
+        return max(always + self.loading, always + self.offloaded + self.export)
 
     def to_dict(self) -> HostPlanDict:
         """Return the parts as plain values."""
         return HostPlanDict(
             processes=self.processes,
+            data=self.data,
             offloaded=self.offloaded,
             loading=self.loading,
             export=self.export,
@@ -61,6 +67,7 @@ def host_plan(job: RankJob, hardware: Hardware, *, teacher: RankJob | None = Non
     workers = ranks * recipe.data_workers * DATA_WORKER_BYTES
     return HostPlan(
         processes=ranks * RANK_PROCESS_BYTES + workers,
+        data=ranks * recipe.training_texts * DATA_BYTES_PER_TEXT,
         offloaded=offloaded * ranks,
         loading=sum(_loading_bytes(loaded, ranks) for loaded in (job, teacher) if loaded),
         export=largest * recipe.compute.size_bytes,

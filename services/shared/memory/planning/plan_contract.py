@@ -28,6 +28,7 @@ class HostPlanDict(TypedDict):
     """The parts of a job's host memory."""
 
     processes: int
+    data: int
     offloaded: int
     loading: int
     export: int
