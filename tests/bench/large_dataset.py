@@ -131,7 +131,7 @@ def first_step(run: RunDirectory, dataset: Path, model: Path) -> tuple[float, li
     )
     peaks: dict[int, float] = {}
     while process.poll() is None:
-        peaks |= {rank: peak for rank, peak in enumerate(_peaks(process.pid))}
+        peaks |= dict(enumerate(_peaks(process.pid)))
         records = [record for _, record in read_records(run.progress, ProgressRecord)]
         if any(record.step for record in records):
             break

@@ -200,3 +200,13 @@ def test_unlabelled_texts_must_be_of_the_kind_of_the_labelled_ones(driver: Store
     with pytest.raises(InvalidRequest, match=f"texts of {chats} are of the kind chat") as refused:
         driver.store.resolve(spec)
     assert refused.value.field == "distillation.unlabelled_dataset_ids.0"
+
+
+def test_the_training_texts_of_a_job_are_counted_for_its_plan(driver: StoreDriver) -> None:
+    finished = driver.succeed(driver.running())
+    more = driver.add_dataset(heads=())
+    spec = driver.distill_spec(
+        {"model_id": finished}, distillation={"unlabelled_dataset_ids": [more]}
+    )
+    assert driver.store.resolve(driver.teacher_spec()).training_texts == 8
+    assert driver.store.resolve(spec).training_texts == 8 + 10

@@ -7,6 +7,7 @@ import pytest
 from services.shared.memory.architecture.shape import from_preset
 from services.shared.memory.cgroup import container_limit_bytes, host_memory_bytes
 from services.shared.memory.hardware import machine
+from services.shared.memory.planning.host_memory import DATA_BYTES_PER_TEXT
 from services.shared.memory.planning.plan import plan
 from services.shared.memory.planning.plan_contract import Verdict
 from services.shared.memory.recipe import Recipe
@@ -28,6 +29,16 @@ def test_loading_holds_the_checkpoint_once_or_on_every_rank() -> None:
 
 def test_loading_in_slices_holds_no_checkpoint() -> None:
     assert _loading("sliced") < GIB
+
+
+def test_each_rank_holds_an_index_of_the_training_texts() -> None:
+    few, many = (
+        plan(_SHAPE, Recipe(training_texts=texts), machine("a100-80", ranks=4)).host
+        for texts in (1_000, 1_000_000)
+    )
+    assert many.data == 4 * 1_000_000 * DATA_BYTES_PER_TEXT
+    assert many.peak_bytes - few.peak_bytes == many.data - few.data
+    assert many.to_dict()["data"] == many.data
 
 
 @pytest.mark.parametrize(

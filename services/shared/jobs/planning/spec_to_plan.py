@@ -93,6 +93,7 @@ def plan_resolved(resolved: ResolvedSpec, settings: MachineSettings) -> PlannedS
             machine=machine_of(resolved.spec, settings),
             engine=engine_of(settings),
             times=read_times(settings.processors_dir, layer_size(model)),
+            training_texts=resolved.training_texts,
         )
     except InvalidInput as error:
         raise InvalidRequest(str(error), field=_spec_field(error.field)) from error
@@ -117,6 +118,7 @@ def plan_job(
     machine: hardware.Hardware,
     engine: recipe.Engine,
     times: MatmulTimes | None = None,
+    training_texts: int = 0,
 ) -> JobPlan:
     """Plan a job and choose its recipe. Raises DoesNotFit, with the plan and what would fit.
 
@@ -132,7 +134,7 @@ def plan_job(
     settled, decisions = settle_recipe(wanted, device=spec.resources.device, times=times)
     memory_recipe = to_memory_recipe(
         settled, spec.training, model=model, ranks=machine.ranks, engine=engine
-    )
+    ).with_changes({"training_texts": training_texts})
     own, frozen = _plan(spec, model, teacher, memory_recipe, machine)
     offered = alternatives.alternatives(model, memory_recipe, machine, teacher=frozen)
     chosen, chosen_recipe = own, wanted if decisions else settled

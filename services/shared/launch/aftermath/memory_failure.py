@@ -229,6 +229,7 @@ def _plan_with(
         teacher=job.teacher,
         machine=machine_of(spec, settings),
         engine=engine_of(settings),
+        training_texts=claim.resolved.training_texts if claim.resolved else 0,
     ).plan
 
 
