@@ -56,10 +56,15 @@ def test_tokens_are_those_of_the_texts(tmp_path: Path, tokenizer_dir: Path) -> N
     reports = []
     with new_directory(tmp_path / "tokens") as writer:
         write_tokens(
-            writer, rows, tokenizer, max_length=16, report=lambda *done: reports.append(done)
+            writer,
+            rows,
+            tokenizer,
+            max_length=16,
+            prefix="",
+            report=lambda *done: reports.append(done),
         )
     found = open_tokens(tmp_path / "tokens", rows)
-    expected = tokenise(rows, tokenizer, max_length=16)
+    expected = tokenise(rows, tokenizer, max_length=16, prefix="")
     assert found.truncated == expected.truncated == 1400
     np.testing.assert_array_equal(found.flat, expected.flat)
     np.testing.assert_array_equal(found.offsets, expected.offsets)
@@ -74,7 +79,12 @@ def test_an_empty_split_is_mapped_too(tmp_path: Path, tokenizer_dir: Path) -> No
     assert rows.labels["topics"].shape == (0, 3)
     with new_directory(tmp_path / "tokens") as writer:
         write_tokens(
-            writer, rows, load_tokenizer(tokenizer_dir), max_length=16, report=lambda *_: None
+            writer,
+            rows,
+            load_tokenizer(tokenizer_dir),
+            max_length=16,
+            prefix="",
+            report=lambda *_: None,
         )
     assert len(open_tokens(tmp_path / "tokens", rows)) == 0
 

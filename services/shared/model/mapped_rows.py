@@ -60,7 +60,7 @@ def write_tokens(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
-    prefix: str = "",
+    prefix: str,
     report: Report,
 ) -> None:
     """Tokenise the texts of rows and write their tokens. Raises ValueError and OSError."""
