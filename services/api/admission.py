@@ -13,6 +13,7 @@ from services.shared.jobs.planning.model_shapes import read_heads
 from services.shared.jobs.projects import DEFAULT_PROJECT, Access
 from services.shared.jobs.resolved_spec import PlannedSpec, ResolvedSpec, check_same_heads
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
+from services.shared.jobs.supply.check import ModelSupply
 from services.shared.sandbox.sandbox import Sandbox
 
 
@@ -23,6 +24,7 @@ class Admission:
         self._store = store
         self._settings = settings
         self._calculations = calculations
+        self._supply = ModelSupply(calculations)
 
     def resolve(
         self,
@@ -35,7 +37,9 @@ class Admission:
 
         Raises InvalidRequest naming the field.
         """
-        check_directories(spec, settings=self._settings)
+        for field, directory in named_directories(spec, settings=self._settings).items():
+            if refusal := self._supply.refusal(directory):
+                raise InvalidRequest(f"{field}: {refusal}", field=field)
         resolved = self._store.within(Access(project=project)).resolve(spec, chained=chained)
         _check_teacher_heads(resolved)
         return resolved
@@ -55,10 +59,12 @@ class Admission:
         return planned_spec(resolved, self._calculations.run(answer_plan, request))
 
 
-def check_directories(spec: TeacherSpec | DistillSpec, *, settings: ApiSettings) -> None:
-    """Check the model directories that a spec names. Raises InvalidRequest naming the field."""
-    for field, path in _paths(spec).items():
-        model_directory(path, settings=settings, field=field)
+def named_directories(spec: TeacherSpec | DistillSpec, *, settings: ApiSettings) -> dict[str, Path]:
+    """Return the model directories that a spec names, by field. Raises InvalidRequest naming the field."""
+    return {
+        field: model_directory(path, settings=settings, field=field)
+        for field, path in _paths(spec).items()
+    }
 
 
 def _check_teacher_heads(resolved: ResolvedSpec) -> None:

@@ -39,7 +39,9 @@ class Sandboxes:
 def create_sandboxes(settings: ApiSettings) -> Sandboxes:
     """Return sandboxes with the limits of the settings; they start with their first call."""
     calculations = Sandbox(
-        ForkServer(["services.shared.jobs.planning.calculations"]),
+        ForkServer(
+            ["services.shared.jobs.planning.calculations", "services.shared.jobs.supply.check"]
+        ),
         limits=Limits(
             seconds=settings.calculation_seconds,
             wall_seconds=settings.calculation_seconds * _PATIENCE,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.api.admission import check_directories
+from services.api.admission import named_directories
 from services.api.settings import ApiSettings
 from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.spec import DistillSpec, TeacherSpec
@@ -52,14 +52,14 @@ def test_a_model_below_a_root_is_admitted_by_either_path(
     settings: ApiSettings, roots: Path
 ) -> None:
     for path in ("qwen", str(roots / "qwen"), "./qwen/../qwen"):
-        check_directories(teacher(path), settings=settings)
+        named_directories(teacher(path), settings=settings)
 
 
 def test_a_path_outside_the_roots_is_rejected(settings: ApiSettings, roots: Path) -> None:
     (roots / "link").symlink_to(roots.parent / "outside")
     for path in ("../outside", str(roots.parent / "outside"), "link", "/etc", "/", "", ".."):
         with pytest.raises(InvalidRequest) as refused:
-            check_directories(teacher(path), settings=settings)
+            named_directories(teacher(path), settings=settings)
         assert refused.value.field == "model.path"
 
 
@@ -68,7 +68,7 @@ def test_an_invalid_path_is_rejected(settings: ApiSettings, roots: Path) -> None
     (roots / "b").symlink_to(roots / "a")
     for path in ("none", "qwen/config.json", "x" * 5000, "a", "qwen\x00"):
         with pytest.raises(InvalidRequest) as refused:
-            check_directories(teacher(path), settings=settings)
+            named_directories(teacher(path), settings=settings)
         assert refused.value.field == "model.path"
 
 
@@ -84,7 +84,7 @@ def test_a_directory_without_config_or_safetensors_is_rejected(
 ) -> None:
     make_model(roots / "odd", *files)
     with pytest.raises(InvalidRequest, match=missing):
-        check_directories(teacher("odd"), settings=settings)
+        named_directories(teacher("odd"), settings=settings)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-2.safetensors"])
@@ -95,7 +95,7 @@ def test_a_symlink_that_leads_outside_the_roots_is_rejected(
     (roots / "qwen" / name).unlink(missing_ok=True)
     (roots / "qwen" / name).symlink_to(roots.parent / "secret")
     with pytest.raises(InvalidRequest, match=f"{name}.* leads outside the model roots") as refused:
-        check_directories(teacher("qwen"), settings=settings)
+        named_directories(teacher("qwen"), settings=settings)
     assert refused.value.field == "model.path"
 
 
@@ -103,13 +103,13 @@ def test_symlinks_within_a_root_are_followed(settings: ApiSettings, roots: Path)
     """A hub cache stores files by hash and links to them."""
     make_model(roots / "blobs", "ab12")
     (roots / "qwen" / "model-2.safetensors").symlink_to(roots / "blobs" / "ab12")
-    check_directories(teacher("qwen"), settings=settings)
+    named_directories(teacher("qwen"), settings=settings)
 
 
 def test_a_symlink_loop_is_rejected(settings: ApiSettings, roots: Path) -> None:
     (roots / "qwen" / "vocab.json").symlink_to(roots / "qwen" / "vocab.json")
     with pytest.raises(InvalidRequest, match=r"vocab\.json"):
-        check_directories(teacher("qwen"), settings=settings)
+        named_directories(teacher("qwen"), settings=settings)
 
 
 def test_the_invalid_one_of_two_paths_is_named(settings: ApiSettings) -> None:
@@ -118,11 +118,11 @@ def test_the_invalid_one_of_two_paths_is_named(settings: ApiSettings) -> None:
         (distill("qwen", "none"), "student.path"),
     ]:
         with pytest.raises(InvalidRequest) as refused:
-            check_directories(spec, settings=settings)
+            named_directories(spec, settings=settings)
         assert refused.value.field == field
 
 
 def test_without_any_root_no_path_is_admitted(tmp_path: Path) -> None:
     settings = ApiSettings(database_url="x", broker_url="x", data_dir=tmp_path)
     with pytest.raises(InvalidRequest, match="STILLHOUSE_MODEL_ROOTS"):
-        check_directories(teacher("/"), settings=settings)
+        named_directories(teacher("/"), settings=settings)

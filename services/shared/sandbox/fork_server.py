@@ -33,6 +33,7 @@ _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PA
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # no fork copies a thread
+    "TOKENIZERS_PARALLELISM": "false",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 

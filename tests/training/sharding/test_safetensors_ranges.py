@@ -73,10 +73,10 @@ def raw(header: object, data: bytes = b"") -> bytes:
         (raw({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, b"1234"), "F99"),
         (
             raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
-            "does not fill",
+            "states a false size",
         ),
         (raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}), "is truncated"),
-        (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}), "not sizes"),
+        (raw({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}), "is not a size"),
         (raw({"a": {"dtype": "F32", "shape": 4, "data_offsets": [0, 4]}}), "is not a safetensors"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ from services.shared.memory.errors import InvalidInput
 
 # The format's own limit (safetensors README: headers over 100 MB are refused).
 LARGEST_HEADER_BYTES = 100_000_000
+_MOST_DIMENSIONS = 16
+_LARGEST_SIZE = 2**53
+# Bits of an element (safetensors, src/tensor.rs, enum Dtype); a dtype that is not known here is not checked.
+_BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8},
+    **{"I16": 16, "U16": 16, "F16": 16, "BF16": 16},
+    **{"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64},
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Header:
     data_offset: int  # bytes before the first tensor
 
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -66,8 +75,8 @@ def directory_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
     Raises InvalidInput when it has no safetensors weights, or when a shard of its index is missing.
     """
-    if (folder / _INDEX).is_file():
-        return file_shapes(folder / _INDEX)
+    if (folder / INDEX).is_file():
+        return file_shapes(folder / INDEX)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise InvalidInput(
@@ -114,15 +123,37 @@ def read_header(path: Path) -> Header:
     data_offset = 8 + length
     for name, tensor in tensors.items():
         if data_offset + tensor.end > size_bytes:
-            raise ValueError(f"{path} is truncated: tensor {name!r} ends after the file's end")
+            raise ValueError(
+                f"{path} is truncated: tensor {name[:100]!r} ends after the file's end"
+            )
+    _check_layout(path, tensors)
     return Header(metadata=metadata, tensors=tensors, data_offset=data_offset)
 
 
 def _tensor_header(entry: dict[str, Any]) -> TensorHeader:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)) or begin > end:
-        raise ValueError(f"shape {shape} or offsets {begin}, {end} are not sizes")
+    sizes = (*shape, begin, end)
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions")
+    if not all(type(n) is int and 0 <= n <= _LARGEST_SIZE for n in sizes) or begin > end:
+        raise ValueError("a shape or an offset is not a size")
     return TensorHeader(str(dtype), tuple(shape), begin, end)
+
+
+def _check_layout(path: Path, tensors: Mapping[str, TensorHeader]) -> None:
+    """Check that each tensor has the bytes of its shape, and shares none. Raises ValueError."""
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        shown = name[:100]
+        bits = _BITS.get(tensor.dtype)
+        if bits is not None and tensor.num_elements * bits != 8 * (tensor.end - tensor.begin):
+            raise ValueError(
+                f"{path} states a false size: tensor {shown!r} of {tensor.dtype} has "
+                f"{tensor.end - tensor.begin:,} bytes, which its shape does not have"
+            )
+        if tensor.begin < end:
+            raise ValueError(f"{path} states a false layout: tensor {shown!r} overlaps another")
+        end = max(end, tensor.end)
 
 
 def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
