@@ -107,7 +107,8 @@ def create_job(
     A chain is two jobs, both or neither; the answer is its teacher, whose `child_job_ids` names the
     distillation that waits for it.
     """
-    _check_promotes(body.distill if isinstance(body, ChainSpec) else body, request)
+    for spec in (body.teacher, body.distill) if isinstance(body, ChainSpec) else (body,):
+        _check_effects(spec, request)
     if isinstance(body, ChainSpec):
         teacher, distill = _plan_chain(body, context.admission, project=store.access.project)
         job, created = store.create_chain(
@@ -123,10 +124,12 @@ def create_job(
     return _accepted(job, context=context, response=response, created=created)
 
 
-def _check_promotes(spec: object, request: Request) -> None:
-    """Require the promote scope for a job that promotes its model by itself. Raises ProblemError."""
+def _check_effects(spec: object, request: Request) -> None:
+    """Require the scopes for what a job does besides running. Raises ProblemError."""
     if getattr(spec, "promote", "never") != "never":
         require_scope(request, Scope.PROMOTE, effect="`promote`")
+    if getattr(spec, "priority", 0) > 0:  # before the jobs of other projects
+        require_scope(request, Scope.ADMIN, effect="`priority` above 0")
 
 
 def _plan_chain(
@@ -198,7 +201,7 @@ def retry_job(
     recipe_changes, training_changes = changes.get("changes") or {}, changes.get("training") or {}
     former = store.job(job_id)
     for each in (former, *map(store.job, former.child_job_ids)):  # retried with it
-        _check_promotes(each.spec, request)
+        _check_effects(each.spec, request)
     changed = change_spec(
         former.spec,
         recipe=former.recipe,

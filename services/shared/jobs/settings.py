@@ -88,6 +88,11 @@ class JobSettings(BaseSettings):
         120.0, gt=0, description="How long ranks may save after a stop request before SIGTERM."
     )
 
+    queue_aging_seconds: float = Field(
+        6 * 3600.0,
+        gt=0,
+        description="A queued job gains a step of priority for each, up to the highest that is queued.",
+    )
     audit_retention_days: float = Field(
         400.0, ge=1, description="How long entries of the audit log are kept."
     )

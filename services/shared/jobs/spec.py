@@ -245,6 +245,11 @@ class _Job(_Spec):
     training: Training = Training()
     recipe: Recipe | Literal["auto"] = "auto"
     resources: Resources = Resources()
+    priority: Annotated[int, Field(ge=-10, le=10), NUMBER] = Field(
+        0,
+        description="Jobs of a higher priority are claimed first, whatever their project; above 0 needs a "
+        "key with the scope admin.",
+    )
     allow_overcommit: bool = Field(
         False, description="Start even if it does not fit according to its plan."
     )

@@ -89,6 +89,7 @@ class JobSummary(_View):
     parent_job_id: str | None
     retry_of: str | None
     project: str
+    priority: int
     attempt: int  # number of the last attempt; 0 before the first
     created_at: datetime
     created_by: str | None  # name of the key

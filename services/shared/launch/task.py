@@ -7,7 +7,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -47,6 +49,9 @@ _PASSING_ERRNOS = frozenset(
         errno.ETIMEDOUT,
     }
 )
+_MAX_PASSED_OVER = 100
+
+T = TypeVar("T")
 
 
 def run_job(
@@ -58,16 +63,18 @@ def run_job(
     stopping: Callable[[], bool],
     send: Callable[[QueuedJob], object],
 ) -> None:
-    """Claim the job, run `module` on its ranks, apply the outcome, send the jobs it released.
+    """Claim the job whose turn it is, run `module` on its ranks, apply the outcome, send the jobs it released.
 
-    A duplicate or late message finds nothing to claim and is dropped.
+    A message says that some job of its kind is queued, and mostly finds another one than `job_id`. A
+    duplicate or late message finds nothing to claim and is dropped.
     """
     if _is_held(job_id, store=store):
         return
-    claim = _claim(job_id, store=store, worker=worker, stopping=stopping)
+    claim = _claim_in_turn(job_id, store=store, worker=worker, stopping=stopping)
     if claim is None:
         log.info("nothing_to_claim", job_id=job_id)
         return
+    job_id = claim.job_id
     log.info("claimed", job_id=job_id, attempt=claim.attempt)
     outcome = claim.problem or _run(claim, store=store, module=module, stopping=stopping)
     if outcome is None:
@@ -99,21 +106,47 @@ def _is_held(job_id: str, *, store: Store) -> bool:
     return True
 
 
-def _claim(job_id: str, *, store: Store, worker: str, stopping: Callable[[], bool]) -> Claim | None:
-    """Claim the job, waiting for an unavailable database. Raises Unavailable after a minute.
+def _claim_in_turn(
+    job_id: str, *, store: Store, worker: str, stopping: Callable[[], bool]
+) -> Claim | None:
+    """Claim the job whose turn it is, passing over those that cannot be claimed; None if there is none.
 
-    The token stays the same, so that a claim whose reply was lost is found again.
+    Waits for an unavailable database. Raises Unavailable after a minute.
     """
-    token, deadline = new_token(), time.monotonic() + _CLAIM_SECONDS
+    passed_over: list[str] = []
+    while len(passed_over) < _MAX_PASSED_OVER:
+        chosen = _until_available(
+            partial(store.next_in_turn, job_id, passed_over=passed_over), stopping=stopping
+        )
+        if chosen is None:
+            return None
+        # The token stays the same, so that a claim whose reply was lost is found again.
+        claim = _until_available(
+            partial(
+                store.claim,
+                chosen,
+                worker=worker,
+                token=new_token(),
+                lease_seconds=store.settings.lease_seconds,
+            ),
+            stopping=stopping,
+        )
+        if claim is not None:
+            return claim
+        passed_over.append(chosen)
+    return None
+
+
+def _until_available(ask: Callable[[], T], *, stopping: Callable[[], bool]) -> T:
+    """Return the database's answer. Raises Unavailable where there is none for a minute."""
+    deadline = time.monotonic() + _CLAIM_SECONDS
     while True:
         try:
-            return store.claim(
-                job_id, worker=worker, token=token, lease_seconds=store.settings.lease_seconds
-            )
+            return ask()
         except Unavailable as error:
             if stopping() or time.monotonic() > deadline:
                 raise
-            log.warning("claim_waits", job_id=job_id, error=str(error))
+            log.warning("claim_waits", error=str(error))
             time.sleep(_FIRST_PAUSE_SECONDS)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 from sqlalchemy import func, insert, select, update
 from sqlalchemy.orm import Session
 
-from services.shared.jobs.db import job_queries, model_queries, usage_queries
+from services.shared.jobs.db import job_queries, maintenance, model_queries, usage_queries
 from services.shared.jobs.db.tables import IS_LEASED, IS_QUEUED, AttemptRow, JobRow
 from services.shared.jobs.db.transitions import ColumnValues, append_event, next_state, transition
+from services.shared.jobs.db.turns import take_turn
 from services.shared.jobs.documents import EventDataDict, JobPlanDict, ProgressDict, RecipeFields
 from services.shared.jobs.errors import InvalidTransition
 from services.shared.jobs.gates import GateFloor
@@ -73,6 +74,7 @@ def claim(
             None if mine is None else ClaimedRow(job=mine, earlier=_earlier_attempts(session, mine))
         )
     job = job_queries.get(session, job_id)
+    take_turn(session, job)
     session.execute(
         insert(AttemptRow).values(
             job_id=job_id, number=job.attempt, worker=worker, recipe=job.recipe, plan=job.plan
@@ -184,10 +186,12 @@ def end_lost(session: Session, *, now: datetime | None, limit: int) -> list[Queu
 def overdue(
     session: Session, kind: Kind, *, sent_before: datetime | timedelta, limit: int
 ) -> list[QueuedJob]:
-    """Mark the longest queued jobs as sent again and return them.
+    """Mark the longest queued jobs as sent again and return them; none during maintenance.
 
     `sent_before` is a moment, or an age by the database's clock.
     """
+    if session.scalar(select(maintenance.is_on())):
+        return []
     moment = func.now() - sent_before if isinstance(sent_before, timedelta) else sent_before
     ids = session.scalars(
         select(JobRow.id)

@@ -297,6 +297,9 @@ def _by_key(session: Session, key: str, sha256: str) -> str | None:
 
 def _digest(request: TeacherSpec | DistillSpec | ChainSpec, *, retry_of: str | None) -> str:
     document = request.model_dump(mode="json") | ({"retry_of": retry_of} if retry_of else {})
+    for part in (document, document.get("teacher"), document.get("distill")):
+        if part and part.get("priority") == 0:  # a default that the digests of older jobs lack
+            del part["priority"]
     text = json.dumps(document, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -312,6 +315,7 @@ def _columns(spec: TeacherSpec | DistillSpec, dependency: Dependency) -> ColumnV
         "spec": spec.model_dump(mode="json"),
         "dataset_id": spec.dataset_id,
         "max_attempts": spec.max_attempts,
+        "priority": spec.priority,
         "state": dependency.state,
         "parent_job_id": dependency.parent_job_id,
         "teacher_model_id": dependency.teacher_model_id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 
@@ -11,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from services.shared.datasets.card import DatasetCard
 from services.shared.jobs.artifact_layout import MANIFEST
-from services.shared.jobs.db import attempt_queries, job_queries, model_queries, retries
+from services.shared.jobs.db import attempt_queries, job_queries, model_queries, retries, turns
 from services.shared.jobs.db.claims import claimed_references, make_claim
 from services.shared.jobs.db.connection import create_engine, transaction
 from services.shared.jobs.db.pagination import checked_limit, shown
@@ -254,6 +255,20 @@ class Store:
             return job_queries.view(session, new), created
 
     # Attempts: what workers do
+
+    def next_in_turn(self, job_id: str, *, passed_over: Sequence[str] = ()) -> str | None:
+        """Return the job that a worker is to claim when it gets the message of `job_id`.
+
+        It is of the same kind; which one depends on priorities and on the turns of projects. Returns
+        None if none is queued, except those `passed_over`, and during maintenance.
+        """
+        with self._transaction() as session:
+            return turns.next_in_turn(
+                session,
+                job_id,
+                aging_seconds=self.settings.queue_aging_seconds,
+                passed_over=passed_over,
+            )
 
     def claim(
         self, job_id: str, *, worker: str, lease_seconds: float, token: str | None = None

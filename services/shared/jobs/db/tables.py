@@ -8,6 +8,7 @@ models      one row per successful job
 promotions  appended only: which model an alias serves from then on
 servings    appended only: whether the API loaded the model of a promotion
 audit       appended only: who wrote what
+queue_turns when each project last had a turn in the queue
 maintenance its row is there while writes are refused
 epochs      one row: what ties this database to the files of its data directory
 usage_samples  how full the disk was, and by which kinds of files
@@ -153,6 +154,7 @@ class JobRow(Deletable, OwnedByProject, Table):
     attempt: Mapped[int] = mapped_column(server_default="0")  # number of the last one
     used_attempts: Mapped[int] = mapped_column(server_default="0")  # less those handed back
     max_attempts: Mapped[int]
+    priority: Mapped[int] = mapped_column(server_default="0")
     worker: Mapped[str | None]
     token: Mapped[str | None]
     lease_until: Mapped[datetime | None]
@@ -223,6 +225,14 @@ class JobRow(Deletable, OwnedByProject, Table):
             "jobs_queued_idx",
             "kind",
             "sent_at",
+            "id",
+            postgresql_where=IS_QUEUED,
+        ),
+        Index(
+            "jobs_turn_idx",
+            "kind",
+            "priority",
+            "project",
             "id",
             postgresql_where=IS_QUEUED,
         ),
@@ -417,3 +427,14 @@ class MaintenanceRow(Table):
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (CheckConstraint("only_row", name="one_row"),)
+
+
+class QueueTurnRow(Table):
+    """When a job of a line, the queued jobs of one kind, project and priority, was last claimed."""
+
+    __tablename__ = "queue_turns"
+
+    kind: Mapped[Kind] = mapped_column(CleanText, primary_key=True)
+    project: Mapped[str] = mapped_column(primary_key=True)
+    priority: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    claimed_at: Mapped[datetime]
