@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from pydantic_core import ErrorDetails
 from services.api.admission import Admission
 from services.api.app import create_app
 from services.api.auth.keys import load_keys
+from services.api.auth.keys_watcher import KeysWatcher
 from services.api.deps import AppContext
 from services.api.job_sender import JobSender
 from services.api.limits.rate_limit import create_rate_limiters
@@ -53,6 +55,7 @@ def main() -> None:
         sys.exit("\n".join(f"{_variable(error, e)}: {e['msg']}" for e in error.errors()))
     except (ValueError, OSError) as error:
         sys.exit(str(error))
+    signal.signal(signal.SIGHUP, lambda *_: app.state.keys_watcher.request())
     uvicorn.Server(server_config(app, settings)).run()
 
 
@@ -94,6 +97,8 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
         ),
     )
 
+    watcher = KeysWatcher(keys, settings, record=context.audit.record)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001
         if keys.is_empty:
@@ -101,15 +106,19 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
         remove_abandoned(settings.uploads_dir)
         sandboxes.start()
         predictor.start()
+        watcher.start()
         try:
             yield
         finally:
+            watcher.stop()
             await predictor.stop()
             sender.close()
             sandboxes.close()
             store.engine.dispose()
 
-    return create_app(context, lifespan=lifespan)
+    app = create_app(context, lifespan=lifespan)
+    app.state.keys_watcher = watcher
+    return app
 
 
 def _make_directories(settings: ApiSettings) -> None:

@@ -18,7 +18,13 @@ class ApiSettings(JobSettings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65_535)
     api_keys_file: Path | None = Field(
-        None, description="JSON: name -> {sha256, scopes}. Required unless `host` is loopback."
+        None,
+        description="JSON: name -> {sha256, project, scopes}. Required unless `host` is loopback.",
+    )
+    api_keys_poll_seconds: float = Field(
+        5.0,
+        gt=0,
+        description="How often the keys file is checked for changes; SIGHUP reads it now.",
     )
     json_limit_bytes: int = Field(
         MIB, gt=0, description="Maximum body size of an ordinary request."

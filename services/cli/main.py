@@ -13,6 +13,7 @@ from services.cli.commands import (
     doctor,
     gc,
     jobs,
+    keys,
     maintenance,
     models,
     plan,
@@ -41,6 +42,7 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(models.app, name="models")
 app.command()(predict.predict)
 app.command()(audit.audit)
+app.add_typer(keys.app, name="keys")
 app.add_typer(maintenance.app, name="maintenance")
 
 

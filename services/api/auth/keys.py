@@ -72,6 +72,15 @@ class Keys:
 
     def __init__(self, entries: dict[str, ApiKey]) -> None:
         self._entries = entries
+        self.warning: str | None = None  # why they are not those of the file
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._entries)
+
+    def replace(self, other: Keys) -> None:
+        """Take over the entries of `other`; requests in progress finish with those they began with."""
+        self._entries = other._entries
 
     @property
     def is_empty(self) -> bool:

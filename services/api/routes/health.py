@@ -41,6 +41,7 @@ class Ready(BaseModel):
 
     status: Literal["ok", "degraded"]
     parts: dict[str, DependencyStatus]
+    warnings: list[str] = []
 
 
 class ServedModel(BaseModel):
@@ -82,7 +83,7 @@ def readyz(context: ContextDep) -> Ready:
             headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             parts={name: status.model_dump() for name, status in found.items()},
         )
-    return Ready(status="ok", parts=found)
+    return Ready(status="ok", parts=found, warnings=_warnings(context))
 
 
 @router.get(
@@ -107,6 +108,7 @@ def health(request: Request, context: ContextDep) -> Health:
     return Health(
         status="ok" if all(status.ok for status in found.values()) else "degraded",
         parts=found,
+        warnings=_warnings(context),
         models={
             alias: ServedModel(
                 name=student.name,
@@ -133,6 +135,10 @@ def health(request: Request, context: ContextDep) -> Health:
 def metrics(context: ContextDep) -> Response:
     """Return the metrics in Prometheus's text format."""
     return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _warnings(context: AppContext) -> list[str]:
+    return [] if context.keys.warning is None else [context.keys.warning]
 
 
 def _probe_dependencies(context: AppContext) -> dict[str, DependencyStatus]:
