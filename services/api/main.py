@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -74,7 +75,12 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
     sender = JobSender(lambda job_id, kind: send(celery, job_id, kind))
     feed = PromotionFeed(store, datasets_dir=settings.datasets_dir)
     sandboxes = create_sandboxes(settings)
-    predictor = Predictor(promotions=feed, registry=metrics.registry, listener=feed)
+    predictor = Predictor(
+        promotions=feed,
+        registry=metrics.registry,
+        listener=feed,
+        load_lock=settings.data_dir / f".loading.{socket.gethostname()}.lock",
+    )
     context = AppContext(
         settings=settings,
         store=store,
@@ -112,6 +118,7 @@ def create(settings: ApiSettings | None = None) -> FastAPI:
         finally:
             watcher.stop()
             await predictor.stop()
+            feed.close()
             sender.close()
             sandboxes.close()
             store.engine.dispose()

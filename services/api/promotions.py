@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from services.api.serving.promotion import Promotion
+from services.shared.jobs.db.processes import BEAT_SECONDS, ServingProcess, process_name
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.errors import Unavailable
 from services.shared.jobs.gates import Int8Gate
@@ -25,8 +28,18 @@ class PromotionFeed:
     are stored once it is back.
     """
 
-    def __init__(self, store: Store, *, datasets_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        datasets_dir: Path | None = None,
+        process: ServingProcess | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
+        self._process = process or ServingProcess(store.engine, process_name())
+        self._clock = clock
+        self._beat_at = clock()
         self._datasets_dir = datasets_dir
         self._known: dict[str, tuple[int, Promotion]] = {}  # by id, with its sequence number
         self._has_all = False  # the whole history has been read once
@@ -34,14 +47,18 @@ class PromotionFeed:
 
     def on_served(self, promotion: Promotion, *, engine: str) -> None:
         """Record that a promotion serves, as a `RolloutListener`."""
-        write = self._store.report_served
-        self._pending_writes.append(partial(write, promotion.promotion_id, engine=engine))
+        id = promotion.promotion_id
+        self._pending_writes.append(partial(self._store.report_served, id, engine=engine))
+        self._pending_writes.append(partial(self._process.report, id, engine=engine))
 
     def on_refused(self, promotion: Promotion, reason: str, *, transient: bool) -> None:
         """Record that a promotion was refused."""
-        write = self._store.report_refused
+        id = promotion.promotion_id
         self._pending_writes.append(
-            partial(write, promotion.promotion_id, reason, transient=transient)
+            partial(self._store.report_refused, id, reason, transient=transient)
+        )
+        self._pending_writes.append(
+            partial(self._process.report, id, refused=reason, transient=transient)
         )
 
     def on_int8_gate(self, promotion: Promotion, gate: Int8Gate) -> None:
@@ -51,7 +68,15 @@ class PromotionFeed:
     def __call__(self) -> list[Promotion]:
         """Store pending outcomes, then return every promotion with its artifact."""
         self._flush()
+        if self._clock() >= self._beat_at:
+            self._process.beat()
+            self._beat_at = self._clock() + BEAT_SECONDS
         return self._read()
+
+    def close(self) -> None:
+        """Report that this process ends, unless the database is away."""
+        with suppress(Unavailable):
+            self._process.leave()
 
     def _flush(self) -> None:
         while self._pending_writes:

@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -24,6 +25,7 @@ from services.api.serving.prediction import Prediction
 from services.api.serving.promotion import NullListener, Promotion, RolloutListener
 from services.api.serving.quantization.background import BackgroundQuantizer
 from services.api.serving.quantization.record import read_quantization_record
+from services.api.serving.rollout.load_lock import one_load_at_a_time
 from services.api.serving.rollout.promotion_watcher import PromotionWatcher
 from services.api.serving.settings import ServingSettings
 from services.shared.datasets.text import Text
@@ -42,9 +44,11 @@ class Predictor:
         promotions: Callable[[], Sequence[Promotion]],
         registry: CollectorRegistry | None = None,
         listener: RolloutListener | None = None,
+        load_lock: Path | None = None,
     ) -> None:
         self.settings = settings or ServingSettings()
         self.active_models = ActiveModels()
+        self._load_lock = load_lock  # of all processes on this machine
         metrics = ServingMetrics(registry)
         self._listener = listener or NullListener()
         self._batcher = Batcher(self.active_models, self.settings, metrics=metrics)
@@ -111,6 +115,10 @@ class Predictor:
         return record.passed
 
     def _load(self, promotion: Promotion) -> ActiveModel:
+        with one_load_at_a_time(self._load_lock, stopping=lambda: self._watcher.is_stopping):
+            return self._load_now(promotion)
+
+    def _load_now(self, promotion: Promotion) -> ActiveModel:
         check_headroom(promotion.directory, self.settings)
         loader = importlib.import_module(MODEL_LOADER)
         active = [self.active_models.get(alias) for alias in self.active_models.aliases()]

@@ -165,14 +165,26 @@ class EventView(_View):
     created_at: datetime
 
 
+class ProcessServingView(_View):
+    """Whether one process of the API serves the model of a promotion."""
+
+    process: str  # host:pid:random
+    outcome: Literal["served", "refused"]
+    engine: str | None
+    why: str | None
+    transient: bool
+    created_at: datetime
+
+
 class ServingView(_View):
-    """Whether the API serves the model of a promotion."""
+    """Whether the API serves the model of a promotion: the newest report of any process, and that of each."""
 
     outcome: Literal["served", "refused"]
     engine: str | None  # that serves it
     why: str | None  # it was refused
     transient: bool  # refused for now: it is retried
     created_at: datetime
+    processes: list[ProcessServingView] = []  # that run now; those that serve another are left out
 
 
 class ModelView(_View):

@@ -63,7 +63,7 @@ def test_repeated_and_concurrent_migrations_are_harmless(migrated: Server) -> No
     migrate(url)
     with psycopg.connect(url.replace("+psycopg", "")) as connection:
         versions = connection.execute("SELECT version_num FROM alembic_version").fetchall()
-    assert versions == [("0007",)]
+    assert versions == [("0008",)]
 
 
 def test_a_database_that_cannot_be_reached_is_unavailable() -> None:

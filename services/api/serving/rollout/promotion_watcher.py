@@ -7,6 +7,7 @@ nothing serves yet, as after a restart, the one before it serves.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from services.api.serving.promotion import (
     RolloutListener,
     StudentRefused,
 )
+from services.api.serving.rollout.load_lock import LoadAbandoned
 from services.shared.jobs.db.model_queries import DEFAULT_ALIAS
 from services.shared.jobs.errors import Unavailable
 
@@ -63,6 +65,10 @@ class PromotionWatcher:
     def start(self) -> None:
         """Start the polling thread."""
         self._thread.start()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stop.is_set()
 
     def stop(self, *, timeout_seconds: float = 10.0) -> None:
         """Stop polling, waiting up to the timeout for a load in progress."""
@@ -144,6 +150,8 @@ class PromotionWatcher:
                 return active
         try:
             return self._load_or_refuse(wanted)
+        except LoadAbandoned:
+            return None
         except StudentRefused as refusal:
             retry_at = self._clock() + RETRY_SECONDS if refusal.transient else float("inf")
             self._retry_at[wanted.promotion_id] = retry_at
@@ -157,7 +165,7 @@ class PromotionWatcher:
             return False
         try:
             model = self._load_or_refuse(self._serving[aliases[0]])
-        except StudentRefused:
+        except (StudentRefused, LoadAbandoned):
             return False  # logged; the current model keeps serving
         for alias in aliases:
             self._active_models.swap(alias, model)
@@ -166,12 +174,14 @@ class PromotionWatcher:
         return True
 
     def _load_or_refuse(self, wanted: Promotion) -> ActiveModel:
-        """Load a model. Raises StudentRefused, which is logged and counted."""
+        """Load a model. Raises StudentRefused, which is logged and counted, and LoadAbandoned."""
         log.info("student_loading", alias=wanted.alias, model_id=wanted.model_id)
         try:
             return self._load(wanted)
         except StudentRefused as error:
             refusal = error
+        except LoadAbandoned:
+            raise
         except Exception as error:  # noqa: BLE001
             # A boundary: whatever is wrong with an artifact, the current model keeps serving.
             reason = f"{type(error).__name__}: {error}"
@@ -188,13 +198,26 @@ _PASSING_ERRNOS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EIO}
     | {errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT}
 )
+_PASSING_TEXTS = tuple(
+    text
+    for number in sorted(_PASSING_ERRNOS)
+    for text in (f"(os error {number})", os.strerror(number))
+)
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether a failure to load is worth a retry."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, OSError) and error.errno in _PASSING_ERRNOS
+    """Return whether a failure to load is worth a retry, by the error or by one that led to it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError):
+            return True
+        if isinstance(cause, OSError) and cause.errno in _PASSING_ERRNOS:
+            return True
+        # Libraries in Rust and C++ report the system's error as text, in exceptions of their own.
+        if any(text in str(cause) for text in _PASSING_TEXTS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _by_alias(promotions: Sequence[Promotion]) -> dict[str, list[Promotion]]:

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from services.shared.jobs.db import audit
 from services.shared.jobs.db.audit import AuditEntry
 from services.shared.jobs.db.pagination import checked_limit, cursor_seq, shown
+from services.shared.jobs.db.processes import serving_processes
 from services.shared.jobs.db.tables import JobRow, ModelRow, PromotionRow, ServingRow
 from services.shared.jobs.errors import Conflict, GateNotPassed, InvalidRequest, NotFound
 from services.shared.jobs.gates import GateFloor, Int8Gate, evaluate_gate
@@ -202,8 +203,16 @@ def newest_serving(session: Session, promotion_ids: Collection[str]) -> dict[str
         .where(ServingRow.promotion_id.in_(promotion_ids))
         .group_by(ServingRow.promotion_id)
     )
-    rows = session.scalars(select(ServingRow).where(ServingRow.seq.in_(last)))
-    return {row.promotion_id: ServingView.model_validate(row, from_attributes=True) for row in rows}
+    rows = session.scalars(select(ServingRow).where(ServingRow.seq.in_(last))).all()
+    processes = serving_processes(session, [row.promotion_id for row in rows])
+    names = [name for name in ServingView.model_fields if name != "processes"]
+    return {
+        row.promotion_id: ServingView(
+            **{name: getattr(row, name) for name in names},
+            processes=processes.get(row.promotion_id, []),
+        )
+        for row in rows
+    }
 
 
 def serving_by_model(

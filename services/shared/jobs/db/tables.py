@@ -7,6 +7,7 @@ events      what happened to a job, in order; read by the event stream
 models      one row per successful job
 promotions  appended only: which model an alias serves from then on
 servings    appended only: whether the API loaded the model of a promotion
+api_processes, process_servings  which processes of the API run, and what each serves
 audit       appended only: who wrote what
 queue_turns when each project last had a turn in the queue
 maintenance its row is there while writes are refused
@@ -438,3 +439,34 @@ class QueueTurnRow(Table):
     project: Mapped[str] = mapped_column(primary_key=True)
     priority: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     claimed_at: Mapped[datetime]
+
+
+class ApiProcessRow(Table):
+    """A process of the API; one that ends takes its row along, or is forgotten after an hour."""
+
+    __tablename__ = "api_processes"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    started_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    seen_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class ProcessServingRow(Table):
+    """What one process of the API has made of a promotion, until its alias serves another."""
+
+    __tablename__ = "process_servings"
+
+    process: Mapped[str] = mapped_column(
+        ForeignKey("api_processes.name", ondelete="CASCADE"), primary_key=True
+    )
+    promotion_id: Mapped[str] = mapped_column(ForeignKey("promotions.id"), primary_key=True)
+    outcome: Mapped[Literal["served", "refused"]] = mapped_column(CleanText)
+    engine: Mapped[str | None]
+    why: Mapped[str | None]
+    transient: Mapped[bool]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+    __table_args__ = (
+        CheckConstraint("outcome IN ('served', 'refused')", name="outcome_known"),
+        Index("process_servings_promotion_id_idx", "promotion_id"),
+    )
