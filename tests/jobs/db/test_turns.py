@@ -14,6 +14,7 @@ from services.shared.jobs.db.maintenance import Maintenance
 from services.shared.jobs.db.turns import _NEXT
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.projects import Access
+from services.shared.jobs.quota import Quota
 from services.shared.jobs.state import Reason
 from services.shared.jobs.views import Claim
 from tests.factories import create_job, dataset_card
