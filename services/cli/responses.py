@@ -33,11 +33,20 @@ class ProgressResponse(TypedDict, total=False):
     loss: float | None
 
 
-class BaselineResponse(TypedDict):
+class IntervalResponse(TypedDict):
+    """A confidence interval."""
+
+    low: float
+    high: float
+
+
+class BaselineResponse(TypedDict, total=False):
     """The metrics of the baseline of one head."""
 
     accuracy: float
     macro_f1: float
+    accuracy_interval: IntervalResponse
+    macro_f1_interval: IntervalResponse
 
 
 class HeadMetricsResponse(TypedDict, total=False):
@@ -45,6 +54,8 @@ class HeadMetricsResponse(TypedDict, total=False):
 
     accuracy: float
     macro_f1: float
+    accuracy_interval: IntervalResponse
+    macro_f1_interval: IntervalResponse
     baseline: BaselineResponse
 
 

