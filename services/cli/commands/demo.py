@@ -59,7 +59,7 @@ def demo(
     """Run the whole pipeline on real reviews: dataset, teacher, student, promotion, prediction."""
     console = Console()
     started = time.monotonic()
-    models_dir = data_dir / "models"
+    models_dir = data_dir / "pretrained"  # not with the artifacts of jobs
     try:
         jobs = FROM_SCRATCH if url or from_scratch else _pretrained(models_dir, console=console)
         with _platform(url, data_dir=data_dir, models_dir=models_dir) as address:
