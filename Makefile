@@ -98,6 +98,10 @@ bench-distil: $(INSTALLED) ## Measure the benefit of distillation on the reviews
 bench-distil-speed: $(INSTALLED) ## Measure the time saved by caching the teacher's outputs (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.distillation_speed --write docs/distillation.md $(ARGS)
 
+.PHONY: bench-pretrained
+bench-pretrained: $(INSTALLED) ## Measure a fine-tuned pretrained model against n-gram counts on few labels (takes long)
+	OMP_NUM_THREADS=2 $(BIN)/python -m tests.bench.pretrained --write docs/distillation.md $(ARGS)
+
 SKLEARN := .stillhouse/bench/sklearn
 
 $(SKLEARN)/.installed: | python
