@@ -34,7 +34,6 @@ def first_layers(source: Path, directory: Path, *, count: int) -> Path:
     model = factory.from_pretrained(
         str(source), num_hidden_layers=count, local_files_only=True, use_safetensors=True
     )
-    skipped = shutil.ignore_patterns("*.safetensors", "config.json")
-    shutil.copytree(source, directory, ignore=skipped)
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
     model.save_pretrained(str(directory))
     return directory

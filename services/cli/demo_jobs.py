@@ -82,7 +82,7 @@ PRETRAINED = DemoJobs(
     student_model={"layers_of_teacher": 4, "tokenizer": "teacher", "trim_vocabulary": True},
     teacher_training={"epochs": 2, "learning_rate": 1e-4, "eval_every_epochs": 2},
     student_training={"epochs": 2, "learning_rate": 2e-4, "eval_every_epochs": 2},
-    ranks="auto",
+    ranks=2,
 )
 FROM_SCRATCH = DemoJobs(
     labelled=None,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from services.shared.jobs.run_directory import Report, RunDirectory, read_record
+from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.artifact import (
     check_golden,
     load_classifier,
     read_artifact,
     record_golden,
 )
-from services.shared.model.classifier import Pooling
 from services.shared.model.tokens import load_tokenizer
 from services.shared.training.process import Position, World
 from services.trainer.finetune import finetune
@@ -45,14 +45,18 @@ def test_a_pretrained_model_learns_and_its_artifact_answers_alike(
     assert "accuracy_interval" in report.evaluation["heads"]["sentiment"]
 
     artifact = read_artifact(run.export)
-    assert (artifact.pooling is Pooling.LAST) == (name == "smollm2-135m")
+    assert artifact.pooling is (Pooling.LAST if name == "smollm2-135m" else Pooling.MEAN)
     classifier, tokenizer = load_classifier(run.export), load_tokenizer(run.export)
     difference = check_golden(run.export, classifier, tokenizer)
     assert difference is not None
     assert difference < 1e-4
     labels = next(head.labels for head in artifact.heads if head.name == "sentiment")
     answers = record_golden(
-        classifier, tokenizer, ["great and lovely", "dirty and rude"], max_length=32
+        classifier,
+        tokenizer,
+        ["great and lovely", "dirty and rude"],
+        max_length=32,
+        prefix=artifact.prefix,
     )
     predicted = [labels[int(np.argmax(text.logits["sentiment"]))] for text in answers.texts]
     assert predicted == ["good", "bad"]
