@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from services.api.serving.engines.fused_ops import FusedOps, compiled_ops
-from services.api.serving.engines.packed_engine import PackedEngine
-from services.api.serving.engines.packed_weights import take_backbone, take_heads
+from services.api.serving.engines.packed_engine import PackedEngine, take_backbone
+from services.api.serving.engines.packed_weights import Backbone, take_heads
 from services.api.serving.engines.padded_engine import length_buckets
 from services.api.serving.prediction import FloatArray
 from services.api.serving.quantization.int8_linear import (
@@ -211,6 +211,7 @@ def _one_by_one(classifier: Classifier, tokens: Sequence[Sequence[int]]) -> Logi
 def _products(engine: PackedEngine) -> None:
     """Compute every matrix product of one batch of tokens, and nothing else."""
     backbone = engine.backbone
+    assert isinstance(backbone, Backbone)
     width, inner = backbone.embedding.shape[1], backbone.shape.num_heads * backbone.shape.head_dim
     x = torch.ones(BATCH_TOKENS, width, dtype=DTYPE)
     mixed = torch.ones(BATCH_TOKENS, inner, dtype=DTYPE)

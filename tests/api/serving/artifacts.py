@@ -35,6 +35,7 @@ CONFIGS: dict[str, dict[str, int]] = {
         "num_attention_heads": 4,
         "max_position_embeddings": 64,
     },
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 
 

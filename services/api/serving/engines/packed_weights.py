@@ -1,4 +1,4 @@
-"""The weights of the packed engine: taken from a classifier, with products of the same input fused.
+"""The weights of a packed decoder: taken from a classifier, with products of the same input fused.
 
 Legend: H hidden size, A query heads, K key and value heads, D head width, T tokens, O output width,
 I input width, C labels of a head.
@@ -8,35 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
+from services.api.serving.engines.linear import Linear, LinearWeights, fuse, make_linear
 from services.api.serving.engines.malloc import trim_heap
 from services.api.serving.engines.throttle import yield_to_requests
 from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.classifier import Classifier, pooling_of, transformer_layers
 
-SUPPORTED_FAMILIES = frozenset({"qwen3", "qwen2", "llama"})
+DECODER_FAMILIES = frozenset({"qwen3", "qwen2", "llama"})
 
 # Rotary embeddings whose frequencies do not depend on the length of the text.
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
-# oneDNN picks a blocked weight layout for a number of rows; this one was as good as any from 16 to
-# 1024 tokens (Zen 4, torch 2.13).
-_LAYOUT_ROWS = 256
-
 Heads = Mapping[str, tuple[Tensor, Tensor]]  # (weight [C, H], bias [C]) by head
-
-
-class Linear(Protocol):
-    """Maps [T, I] to [T, O]."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the product."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,13 +73,6 @@ class Backbone:
         return self.final_norm.device
 
 
-class LinearWeights(NamedTuple):
-    """The weight [O, I] and bias [O] of one matrix product."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 WeightsT = TypeVar("WeightsT")
 
 
@@ -105,10 +86,8 @@ class BlockWeights(Generic[WeightsT]):
     linears: Mapping[str, WeightsT]
 
 
-def unsupported_reason(config: Any, *, max_length: int) -> str | None:
+def decoder_unsupported_reason(config: Any, *, max_length: int) -> str | None:
     """Return why the packed engine cannot run a backbone, None if it can."""
-    if config.model_type not in SUPPORTED_FAMILIES:
-        return f"{config.model_type} is not one of {', '.join(sorted(SUPPORTED_FAMILIES))}"
     if pooling_of(config) is not Pooling.LAST:
         return f"pooling is {pooling_of(config)}"
     if config.hidden_act != "silu":
@@ -123,13 +102,13 @@ def unsupported_reason(config: Any, *, max_length: int) -> str | None:
     return None
 
 
-def take_backbone(classifier: Classifier, *, max_length: int) -> Backbone:
+def take_decoder(classifier: Classifier, *, max_length: int) -> Backbone:
     """Convert the backbone of a classifier, which is consumed.
 
     Works block by block, so that at most one block is in memory twice.
     """
     module = classifier.backbone
-    embedding = _compact_embedding(module.embed_tokens.weight.detach())
+    embedding = compact_embedding(module.embed_tokens.weight.detach())
     module.embed_tokens.weight = None
     final_norm = module.norm.weight.detach()
     cos, sin = rope_tables(
@@ -141,10 +120,7 @@ def take_backbone(classifier: Classifier, *, max_length: int) -> Backbone:
     return Backbone(
         shape=backbone_shape(classifier),
         embedding=embedding,
-        layers=[
-            make_layer(block, lambda linear: make_linear(linear.weight, linear.bias))
-            for block in take_blocks(classifier)
-        ],
+        layers=[make_layer(block, make_linear) for block in take_blocks(classifier)],
         final_norm=final_norm,
         cos=cos,
         sin=sin,
@@ -180,9 +156,9 @@ def take_blocks(classifier: Classifier) -> Iterator[BlockWeights[LinearWeights]]
         attention, mlp = block.self_attn, block.mlp
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         projections = (
-            {"query": _fuse(q), "query_key_value": _fuse(k, v)}
+            {"query": fuse(q), "query_key_value": fuse(k, v)}
             if index == len(blocks) - 1
-            else {"query_key_value": _fuse(q, k, v)}
+            else {"query_key_value": fuse(q, k, v)}
         )
         yield BlockWeights(
             attention_norm=block.input_layernorm.weight.detach(),
@@ -190,9 +166,9 @@ def take_blocks(classifier: Classifier) -> Iterator[BlockWeights[LinearWeights]]
             mlp_norm=block.post_attention_layernorm.weight.detach(),
             linears={
                 **projections,
-                "output": _fuse(attention.o_proj),
-                "gate_up": _fuse(mlp.gate_proj, mlp.up_proj),
-                "down": _fuse(mlp.down_proj),
+                "output": fuse(attention.o_proj),
+                "gate_up": fuse(mlp.gate_proj, mlp.up_proj),
+                "down": fuse(mlp.down_proj),
             },
         )
         for linear in (q, k, v, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
@@ -225,45 +201,7 @@ def rope_tables(
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
-def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Return the fastest product with a weight [O, I] on its device."""
-    if weight.device.type == "cpu" and _onednn_supports(weight.dtype):
-        return BlockedLinear(weight, bias)
-    return PlainLinear(weight, bias)
-
-
-class PlainLinear:
-    """The product as torch computes it: for accelerators, and CPUs without oneDNN."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight.contiguous(), bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-
-class BlockedLinear:
-    """The product with the weight in oneDNN's blocked layout: up to three times as fast for few rows."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)
-        self._bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            x, self._weight, self._bias, "none", [], ""
-        )
-        return product
-
-
-def _onednn_supports(dtype: torch.dtype) -> bool:
-    if not torch._C._has_mkldnn:
-        return False
-    # oneDNN needs AVX-512 or the like for bfloat16; torch multiplies it on any CPU.
-    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _compact_embedding(embedding: Tensor) -> Tensor:
+def compact_embedding(embedding: Tensor) -> Tensor:
     """Return an embedding in bfloat16 if that is lossless, as for a student stored in bfloat16.
 
     It is only looked up, never multiplied, and is a quarter of Qwen3-0.6B's weights.
@@ -283,15 +221,3 @@ def _query_key_norm(attention: Any) -> Tensor | None:
     kv_heads = attention.k_proj.out_features // attention.head_dim
     weights = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
     return torch.cat([w.expand(n, -1) for w, n in zip(weights, (heads, kv_heads), strict=True)])
-
-
-def _fuse(*linears: nn.Linear) -> LinearWeights:
-    """Concatenate the outputs of linears that read the same input."""
-    weight = torch.cat([each.weight.detach() for each in linears])
-    if all(each.bias is None for each in linears):
-        return LinearWeights(weight, None)
-    biases = [
-        weight.new_zeros(each.out_features) if each.bias is None else each.bias.detach()
-        for each in linears
-    ]
-    return LinearWeights(weight, torch.cat(biases))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.api.serving.engines.packed_weights import LinearWeights
+from services.api.serving.engines.linear import LinearWeights
 
 # The largest quantized magnitude of weights and activations. Activations are stored as unsigned numbers
 # around a zero point: oneDNN multiplies unsigned by signed with the CPU's 8-bit instructions; for signed

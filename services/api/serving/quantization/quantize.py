@@ -19,8 +19,8 @@ import torch
 
 from services.api.serving.encoder import DEFAULT_MAX_LENGTH
 from services.api.serving.engines.dtype import choose_dtype
-from services.api.serving.engines.packed_engine import PackedEngine
-from services.api.serving.engines.packed_weights import take_heads, unsupported_reason
+from services.api.serving.engines.packed_engine import PackedEngine, unsupported_reason
+from services.api.serving.engines.packed_weights import take_heads
 from services.api.serving.engines.padded_engine import PaddedEngine
 from services.api.serving.engines.torch_threads import use_threads
 from services.api.serving.prediction import FloatArray

@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.api.serving.engines.linear import LinearWeights
 from services.api.serving.engines.packed_weights import (
     Backbone,
     BackboneShape,
     BlockWeights,
     Layer,
-    LinearWeights,
     backbone_shape,
     make_layer,
     rope_tables,

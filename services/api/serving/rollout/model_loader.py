@@ -16,13 +16,12 @@ from services.api.serving.engines.dtype import choose_device, choose_dtype
 from services.api.serving.engines.engine import Engine, warm_up
 from services.api.serving.engines.fused_ops import FusedOps, compiled_ops
 from services.api.serving.engines.malloc import collect_and_trim
-from services.api.serving.engines.packed_engine import PackedEngine
-from services.api.serving.engines.packed_weights import (
-    Heads,
+from services.api.serving.engines.packed_engine import (
+    PackedEngine,
     take_backbone,
-    take_heads,
     unsupported_reason,
 )
+from services.api.serving.engines.packed_weights import Heads, take_heads
 from services.api.serving.engines.padded_engine import PaddedEngine
 from services.api.serving.engines.torch_threads import use_threads
 from services.api.serving.prediction import Calibration

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from services.api.serving.engines.packed_engine import PackedEngine, pack
-from services.api.serving.engines.packed_weights import (
+from services.api.serving.engines.packed_batch import pack
+from services.api.serving.engines.packed_engine import (
+    PackedEngine,
     take_backbone,
-    take_heads,
     unsupported_reason,
 )
+from services.api.serving.engines.packed_weights import take_heads
+from services.api.serving.engines.padded_engine import PaddedEngine
 from services.api.serving.prediction import FloatArray
 from services.api.serving.rollout.model_loader import build_engine
 from services.api.serving.settings import EngineChoice, ServingSettings
@@ -36,6 +38,9 @@ SHAPE = {
     "num_attention_heads": 4,
     "pad_token_id": 0,
 }
+MEAN: dict[str, object] = {"classifier_pooling": "mean"}
+# Short enough that local layers see less than the whole text; the last of five layers is a local one.
+MODERNBERT: dict[str, object] = {"local_attention": 16, "num_hidden_layers": 5}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -44,6 +49,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 24}),
     "qwen3-attention-bias": (
@@ -54,19 +60,39 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {"num_key_value_heads": 4}),
     "llama-3": ("llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
     "llama-mlp-bias": ("llama", {"num_key_value_heads": 2, "mlp_bias": True}),
+    "bert": ("bert", {}),
+    "bert-mean": ("bert", MEAN),
+    "bert-tanh": ("bert", MEAN | {"hidden_act": "gelu_new"}),
+    "bert-relu": ("bert", {"hidden_act": "relu", "num_hidden_layers": 1}),
+    "roberta": ("roberta", {}),
+    "xlm-roberta": ("xlm-roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
+    "xlm-roberta-mean": ("xlm-roberta", MEAN | {"pad_token_id": 1}),
+    "modernbert": ("modernbert", MODERNBERT),
+    "modernbert-mean": ("modernbert", MODERNBERT | MEAN),
+    "modernbert-biases": (
+        "modernbert",
+        MODERNBERT | {"attention_bias": True, "mlp_bias": True, "norm_bias": True},
+    ),
     "one-layer": ("qwen3", {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}),
 }
 
 
 def classifier_of(name: str, dtype: torch.dtype = torch.float32) -> Classifier:
     family, options = FAMILIES[name]
-    config = AutoConfig.for_model(family, **{**SHAPE, **options})
+    positions = {"max_position_embeddings": MAX_LENGTH + 2} if is_encoder(name) else {}
+    config = AutoConfig.for_model(family, **{**SHAPE, **positions, **options})
     torch.manual_seed(7)
     classifier = build_classifier(config, HEADS).eval()
-    for parameter in classifier.parameters():
-        # Spread enough that every part of the network matters, norms and biases included.
-        torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() == 2 else 0.5, std=0.2)
+    for path, parameter in classifier.named_parameters():
+        # Spread enough that every part of the network matters, norms and biases included. An encoder's last
+        # norm would carry a common bias straight to the heads.
+        centre = float(path.endswith("orm.weight")) if is_encoder(name) else 0.5
+        torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() == 2 else centre, std=0.2)
     return classifier.to(dtype)
+
+
+def is_encoder(name: str) -> bool:
+    return FAMILIES[name][0] in {"bert", "roberta", "xlm-roberta", "modernbert"}
 
 
 def texts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -123,7 +149,7 @@ def test_the_answer_to_a_text_does_not_depend_on_its_batch(
             np.testing.assert_allclose(together[head.name][index], alone[head.name][0], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama-3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama-3", "bert-mean", "modernbert"])
 def test_bfloat16_decides_like_transformers_in_bfloat16(name: str) -> None:
     texts = texts_of(np.random.default_rng(3).integers(1, MAX_LENGTH, 300).tolist(), seed=4)
     expected = plain(classifier_of(name, torch.bfloat16), texts)
@@ -131,6 +157,27 @@ def test_bfloat16_decides_like_transformers_in_bfloat16(name: str) -> None:
     for head in HEADS:
         same = answers[head.name].argmax(-1) == expected[head.name].argmax(-1)
         assert same.mean() >= 0.99
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if is_encoder(name)])
+def test_an_encoder_answers_like_the_padded_engine(name: str) -> None:
+    texts = texts_of(np.random.default_rng(5).integers(1, MAX_LENGTH + 1, 40).tolist(), seed=6)
+    expected = PaddedEngine(classifier_of(name), batch_tokens=512).run(texts)
+    answers = packed(classifier_of(name)).run(texts)
+    for head in HEADS:
+        np.testing.assert_allclose(answers[head.name], expected[head.name], atol=1e-4)
+
+
+def test_the_second_text_of_a_pair_has_its_own_token_type() -> None:
+    pair = [5, 6, 7, ~8, ~9]
+    with torch.inference_mode():
+        ids, types = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 0, 0, 1, 1]])
+        expected = classifier_of("bert-mean")(ids, None, types)
+        other = classifier_of("bert-mean")(ids)
+    answers = packed(classifier_of("bert-mean")).run([[3, 4], pair])
+    for head in HEADS:
+        np.testing.assert_allclose(answers[head.name][1], expected[head.name][0], atol=1e-4)
+        assert (expected[head.name] - other[head.name]).abs().max() > 0.01
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30))
@@ -151,7 +198,11 @@ def test_packing_keeps_every_token_in_its_place(lengths: list[int]) -> None:
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("bert", {}, "bert"),
+        ("gpt2", {}, "gpt2"),
+        ("qwen3", {"classifier_pooling": "mean"}, "mean"),
+        ("bert", {"hidden_act": "gelu_10"}, "gelu_10"),
+        ("xlm-roberta", {"max_position_embeddings": MAX_LENGTH}, "positions for 69 tokens"),
+        ("modernbert", {"rope_parameters": {"full_attention": YARN}}, "yarn"),
         ("qwen3", {"hidden_act": "gelu"}, "gelu"),
         ("llama", {"rope_parameters": {**LLAMA3, "rope_type": "dynamic"}}, "dynamic"),
         (
@@ -192,6 +243,6 @@ def test_a_decoder_may_be_run_by_transformers_if_configured(
 def test_an_engine_that_cannot_run_the_backbone_is_refused_with_its_name(
     new_artifact: NewArtifact,
 ) -> None:
-    artifact = read_artifact(new_artifact("bert"))
+    artifact = read_artifact(new_artifact("gpt2"))
     with pytest.raises(ValueError, match="packed cannot run"):
         build_engine(artifact, ServingSettings(engine=EngineChoice.PACKED))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from services.api.serving.engines.packed_weights import LinearWeights
+from services.api.serving.engines.linear import LinearWeights
 from services.api.serving.prediction import FloatArray
 from services.api.serving.quantization.int8_linear import (
     INT8_MAX,

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.api.serving.engines.packed_engine import PackedEngine
+from services.api.serving.engines.packed_weights import Backbone
 from services.api.serving.engines.throttle import throttled
 from services.api.serving.memory_headroom import LOADING_PEAK_RATIO, serving_bytes
 from services.api.serving.predictor import Predictor
@@ -51,7 +52,7 @@ def reseal(directory: Path) -> None:
     path.write_text(json.dumps(seal(manifest)))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "bert"])
+@pytest.mark.parametrize("family", ["qwen3", "bert", "gpt2"])
 def test_a_loaded_student_answers_like_the_transformers_forward_pass(
     family: str, new_artifact: NewArtifact
 ) -> None:
@@ -77,6 +78,7 @@ def test_an_embedding_stays_in_the_dtype_it_was_stored_in(
     directory = new_artifact("qwen3", stored=stored)
     engine = load_student(promotion_of(directory), SETTINGS).engine
     assert isinstance(engine, PackedEngine)
+    assert isinstance(engine.backbone, Backbone)
     assert (engine.dtype, engine.backbone.embedding.dtype) == (torch.float32, stored)
     with torch.inference_mode():
         plain = load_classifier(directory, dtype=torch.float32)(torch.tensor([[5, 9, 7, 30]]))
@@ -84,12 +86,14 @@ def test_an_embedding_stays_in_the_dtype_it_was_stored_in(
         np.testing.assert_allclose(logits, plain[head].numpy(), atol=1e-4)
 
 
-def test_decoders_run_packed_and_encoders_run_padded(new_artifact: NewArtifact) -> None:
+def test_supported_families_run_packed_and_others_padded(new_artifact: NewArtifact) -> None:
     assert (
         load_student(promotion_of(new_artifact("qwen3")), SETTINGS).engine.kind == "packed-float32"
     )
     bert = load_student(promotion_of(new_artifact("bert")), SETTINGS)
-    assert bert.engine.kind == "transformers-float32"
+    assert bert.engine.kind == "packed-float32"
+    other = load_student(promotion_of(new_artifact("gpt2")), SETTINGS)
+    assert other.engine.kind == "transformers-float32"
 
 
 def test_a_student_that_answers_its_golden_texts_differently_is_refused(
