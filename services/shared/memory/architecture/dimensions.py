@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -73,10 +73,17 @@ class Latent(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """A mixture of experts; the first `dense_layers` layers keep an ordinary MLP."""
+    """A mixture of experts, `per_token` of which process each token.
+
+    The first `dense_layers` layers keep an ordinary MLP. `normalised`: the weights of a token's experts
+    are divided by their sum. With `groups`, experts are chosen within the best groups of them.
+    """
 
     num_experts: int
     intermediate_size: int
+    per_token: int
+    normalised: bool = False
+    groups: int = 1
     shared_experts: int = 0
     dense_layers: int = 0
 
@@ -117,6 +124,12 @@ class Dimensions:
     def key_value_size(self) -> int:
         """Width of all key heads together; that of the value heads is the same."""
         return self.num_kv_heads * self.head_dim
+
+    def of_layer(self, index: int) -> Dimensions:
+        """Return the dimensions of one layer: without experts where the layer keeps an ordinary MLP."""
+        if self.experts is None or index >= self.experts.dense_layers:
+            return self
+        return replace(self, experts=None)
 
     @property
     def qk_norm(self) -> bool:

@@ -346,14 +346,27 @@ def _window(keys: _Keys) -> int | None:
 
 def _experts(family: Family, keys: _Keys) -> Experts:
     if family is Family.MIXTRAL:
-        return Experts(keys.size("num_local_experts", 8), keys.size("intermediate_size"))
+        return Experts(
+            keys.size("num_local_experts", 8),
+            keys.size("intermediate_size"),
+            per_token=keys.size("num_experts_per_tok", 2),
+            normalised=True,
+        )
     if family is Family.QWEN3_MOE:
         # transformers 5 writes num_local_experts; published files say num_experts.
         count = keys.size("num_experts", keys.size("num_local_experts", 128))
-        return Experts(count, keys.size("moe_intermediate_size", 768))
+        return Experts(
+            count,
+            keys.size("moe_intermediate_size", 768),
+            per_token=keys.size("num_experts_per_tok", 8),
+            normalised=keys.flag("norm_topk_prob"),
+        )
     return Experts(
         num_experts=keys.size("n_routed_experts"),
         intermediate_size=keys.size("moe_intermediate_size"),
+        per_token=keys.size("num_experts_per_tok"),
+        normalised=family is Family.DEEPSEEK_V3 and keys.flag("norm_topk_prob", default=True),
+        groups=keys.size("n_group", 1),
         shared_experts=keys.count("n_shared_experts", 0),
         dense_layers=keys.count("first_k_dense_replace", 0),
     )

@@ -129,10 +129,10 @@ PRESETS: dict[str, Dimensions] = {
     "qwen3-14b": _decoder(_F.QWEN3, (5120, 17408, 40, 40, 8, 128, 151936)),
     "qwen3-32b": _decoder(_F.QWEN3, (5120, 25600, 64, 64, 8, 128, 151936)),
     "qwen3-30b-a3b": _decoder(
-        _F.QWEN3_MOE, (2048, 6144, 48, 32, 4, 128, 151936), experts=Experts(128, 768)
+        _F.QWEN3_MOE, (2048, 6144, 48, 32, 4, 128, 151936), experts=Experts(128, 768, 8, normalised=True)
     ),
     "qwen3-235b-a22b": _decoder(
-        _F.QWEN3_MOE, (4096, 12288, 94, 64, 4, 128, 151936), experts=Experts(128, 1536)
+        _F.QWEN3_MOE, (4096, 12288, 94, 64, 4, 128, 151936), experts=Experts(128, 1536, 8, normalised=True)
     ),
     "qwen3-embedding-0.6b": _decoder(_F.QWEN3, (1024, 3072, 28, 16, 8, 128, 151669), tied=True),
     "qwen3-embedding-4b": _decoder(_F.QWEN3, (2560, 9728, 36, 32, 8, 128, 151665), tied=True),
@@ -176,10 +176,10 @@ PRESETS: dict[str, Dimensions] = {
     "mistral-nemo-12b": _decoder(_F.MISTRAL, (5120, 14336, 40, 32, 8, 128, 131072)),
     "mistral-small-24b": _decoder(_F.MISTRAL, (5120, 32768, 40, 32, 8, 128, 131072)),
     "mixtral-8x7b": _decoder(
-        _F.MIXTRAL, (4096, 14336, 32, 32, 8, 128, 32000), experts=Experts(8, 14336)
+        _F.MIXTRAL, (4096, 14336, 32, 32, 8, 128, 32000), experts=Experts(8, 14336, 2, normalised=True)
     ),
     "mixtral-8x22b": _decoder(
-        _F.MIXTRAL, (6144, 16384, 56, 48, 8, 128, 32768), experts=Experts(8, 16384)
+        _F.MIXTRAL, (6144, 16384, 56, 48, 8, 128, 32768), experts=Experts(8, 16384, 2, normalised=True)
     ),
     "gemma-2b": _decoder(_F.GEMMA, (2048, 16384, 18, 8, 1, 256, 256000), tied=True),
     "gemma-7b": _decoder(_F.GEMMA, (3072, 24576, 28, 16, 16, 256, 256000), tied=True),
@@ -207,13 +207,13 @@ PRESETS: dict[str, Dimensions] = {
     "deepseek-v2-lite": _decoder(
         _F.DEEPSEEK_V2,
         (2048, 10944, 27, 16, 16, 128, 102400),
-        experts=Experts(64, 1408, shared_experts=2, dense_layers=1),
+        experts=Experts(64, 1408, 6, shared_experts=2, dense_layers=1),
         latent=Latent(None, 512, rope_dim=64, nope_dim=128, value_dim=128),
     ),
     "deepseek-v3": _decoder(
         _F.DEEPSEEK_V3,
         (7168, 18432, 61, 128, 128, 128, 129280),
-        experts=Experts(256, 2048, shared_experts=1, dense_layers=3),
+        experts=Experts(256, 2048, 8, normalised=True, groups=8, shared_experts=1, dense_layers=3),
         latent=Latent(1536, 512, rope_dim=64, nope_dim=128, value_dim=128),
     ),
     "bert-base-uncased": _bert((768, 3072, 12, 12, 30522)),

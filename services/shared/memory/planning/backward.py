@@ -65,34 +65,37 @@ def _accumulates_separately(run: SimulationRun) -> bool:
 
 def _record_gradient_bytes(run: SimulationRun, left: int) -> None:
     """Set the gradients that are alive when `left` layers have still to run backward."""
-    ledger, job, recipe = run.ledger, run.job, run.job.recipe
-    done, first = job.num_layers - left, ledger.micro_batch == 0
-    whole_layer, whole_root = (
-        job.accumulated_layer_gradient_bytes,
-        job.units.root.accumulated_gradient_bytes,
-    )
+    ledger, job, recipe, units = run.ledger, run.job, run.job.recipe, run.job.units
+    first, last = ledger.micro_batch == 0, ledger.micro_batch == recipe.accumulate - 1
+    whole_root = units.root.accumulated_gradient_bytes
     if job.layered:
-        ledger.communication = done * _all_reduced_bytes(run, job.units.layers[0])
-    part = job.units.layers[0].gradient_bytes if job.layered and job.on_device else 0
-    last = ledger.micro_batch == recipe.accumulate - 1
-    ledger.unsharded_gradients = 0 if job.layered else done * job.layer_gradient_bytes
+        ledger.communication = sum(_all_reduced_bytes(run, unit) for unit in units.layers[left:])
+    reduced = units.layers_from("gradient_bytes", left) if job.on_device else 0
+    done = job.gradients_below[-1] - job.gradients_below[left]
+    ledger.unsharded_gradients = 0 if job.layered else done
     if not recipe.reduce_each and recipe.accumulate > 1:
-        # Summed, not what the layers leave of the total: ModernBERT's first layer lacks a norm.
-        embedding = job.units.embedding
+        embedding = units.embedding
         others = whole_root + (embedding.accumulated_gradient_bytes if embedding else 0)
-        ledger.gradients = done * part if last else 0
+        ledger.gradients = reduced if last else 0
         if job.layered:
-            waiting = left if last else (done if first else job.num_layers)
-            ledger.unsharded_gradients = waiting * whole_layer + (0 if first else others)
+            ledger.unsharded_gradients = _waiting_gradients(run, left) + (0 if first else others)
         elif not first:
             new = 0 if recipe.accumulates_in_place else ledger.unsharded_gradients
             ledger.unsharded_gradients = whole_root + new
     elif recipe.optimizer_in_backward and last:
-        ledger.gradients = 0 if first else job.gradient_bytes - done * part
+        ledger.gradients = 0 if first else job.gradient_bytes - reduced
         if ledger.step == 1 and job.state_on_device and job.layered:
-            ledger.optimizer = done * job.units.layers[0].optimizer_bytes
+            ledger.optimizer = units.layers_from("optimizer_bytes", left)
     else:
-        ledger.gradients = done * part if first else job.gradient_bytes
+        ledger.gradients = reduced if first else job.gradient_bytes
+
+
+def _waiting_gradients(run: SimulationRun, left: int) -> int:
+    """Return the bytes of the layers' unsharded gradients that wait for the last micro-batch."""
+    ledger, below = run.ledger, run.job.accumulated_below
+    if ledger.micro_batch == run.job.recipe.accumulate - 1:
+        return below[left]
+    return below[-1] - below[left] if ledger.micro_batch == 0 else below[-1]
 
 
 def _all_reduced_bytes(run: SimulationRun, unit: UnitSizes) -> int:
@@ -111,7 +114,7 @@ def _all_reduced_bytes(run: SimulationRun, unit: UnitSizes) -> int:
 def _layer(run: SimulationRun, index: int, *, after: int) -> None:
     """Record one layer: gather, recompute, run backward, reduce; `after` activations remain."""
     ledger, job = run.ledger, run.job
-    cost = job.layer if ledger.micro_batch == 0 else job.adding_layer
+    cost = (job.layers if ledger.micro_batch == 0 else job.adding_layers)[index]
     if not job.layered:
         ledger.record_tape("layer", index, cost.backward)
         return
@@ -122,7 +125,8 @@ def _layer(run: SimulationRun, index: int, *, after: int) -> None:
         _regather(run, unit, index)
     ahead, reduces = _gathered_ahead(run, index), _reduces(run)
     # FSDP2 holds the previous reduction until this layer begins its own.
-    previous = unit.reduce_input_bytes if reduces and index < job.num_layers - 1 else 0
+    following = job.units.layers[index + 1 : index + 2]
+    previous = following[0].reduce_input_bytes if reduces and following else 0
     ledger.record_tape(
         "layer",
         index,
@@ -156,7 +160,7 @@ def _regather(run: SimulationRun, unit: UnitSizes, index: int) -> None:
         "gathered layer",
         request_bytes=unit.gathered_bytes,
         communication=extra if job.on_device else extra + unit.parameter_bytes,
-        temporaries=job.layer.input_bytes,
+        temporaries=job.input_bytes,
     )
 
 
@@ -230,7 +234,7 @@ def _embedding(run: SimulationRun, unit: UnitSizes) -> None:
         communication=previous,
         unsharded_gradients=unit.unsharded_gradient_bytes
         + (unit.gathered_bytes if job.fsdp1 else 0),
-        temporaries=job.layer.input_bytes + job.embedding_saved_bytes,
+        temporaries=job.input_bytes + job.embedding_saved_bytes,
     )
     if not reduces:
         _keep_whole(run, unit, None, 0)
@@ -251,7 +255,7 @@ def _root(run: SimulationRun) -> None:
     if not job.fsdp1:
         before = embedding or (job.units.layers[0] if job.layered else None)
         previous = before.reduce_input_bytes if before and reduces else 0
-        held = job.embedding_saved_bytes + (0 if embedding else job.layer.input_bytes)
+        held = job.embedding_saved_bytes + (0 if embedding else job.input_bytes)
     if not job.layered:
         # The layers' gradients are the root's own here; those of earlier micro-batches are separate.
         ledger.unsharded_gradients = (

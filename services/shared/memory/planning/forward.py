@@ -24,7 +24,7 @@ def record_forward(run: SimulationRun, *, first: bool) -> None:
     for index in run.indices():
         ledger.activations = base + run.saved_before(index)
         _enter_layer(run, index)
-        ledger.record_tape("layer", index, job.layer.forward)
+        ledger.record_tape("layer", index, job.layers[index].forward)
         _leave_layer(run, index)
     ledger.activations = base + run.saved_before(job.num_layers)
     ledger.record_tape("root", None, job.final.forward)
@@ -39,11 +39,11 @@ def record_inference(run: SimulationRun) -> None:
     ledger, job = run.ledger, run.job
     _enter_root(run)
     for index in run.indices():
-        _enter_layer(run, index)
         # The layer's input, besides the embedding's output, which is held to the end.
-        held = job.layer.input_bytes if index else 0
+        held = job.input_bytes if index else 0
         ledger.activations += held
-        ledger.record_tape("layer", index, job.layer.inference)
+        _enter_layer(run, index)
+        ledger.record_tape("layer", index, job.layers[index].inference)
         ledger.activations -= held
         _leave_layer(run, index)
     ledger.unsharded = ledger.communication = ledger.activations = 0
@@ -64,7 +64,7 @@ def _enter_root(run: SimulationRun) -> None:
     ledger.unsharded = root.unsharded_parameter_bytes
     # FSDP2 holds a gather's buffer until the next unit has copied its own out.
     ledger.communication = 0 if job.fsdp1 else root.gathered_bytes
-    ledger.activations += job.shared_input_bytes + job.layer.input_bytes
+    ledger.activations += job.shared_input_bytes + job.input_bytes
     if embedding is not None:
         _gather(run, embedding, None)
 
@@ -94,7 +94,7 @@ def _checkpoint_shards(run: SimulationRun) -> int:
     job = run.job
     if not job.recipe.upcasts:
         return 0
-    layer = job.units.layers[0].shard_elements if job.layered else 0
+    layer = max((unit.shard_elements for unit in job.units.layers), default=0)
     shards = job.units.root.shard_elements + layer
     return rounded(shards * job.recipe.checkpoint.size_bytes)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from services.shared.memory.architecture.dimensions import (
     BERT_LIKE,
+    EXPERT_FAMILIES,
     LLAMA_LIKE,
     PHI_LIKE,
     Dimensions,
@@ -16,14 +17,17 @@ from services.shared.memory.architecture.dimensions import (
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning.allocation_tape import Gradient, Tape, Value
 from services.shared.memory.planning.attention import attend
-from services.shared.memory.planning.operations import Operations, Tokens
+from services.shared.memory.planning.experts import ExpertOperations
+from services.shared.memory.planning.operations import Tokens
 
 PLANNED_FAMILIES = (
     LLAMA_LIKE
     | BERT_LIKE
     | PHI_LIKE
     | {Family.MODERNBERT, Family.GPT2, Family.GPT_NEOX, Family.GPT_BIGCODE, Family.OPT}
+    | {Family.MIXTRAL, Family.QWEN3_MOE}
 )
+_GATED_DECODERS = LLAMA_LIKE | PHI_LIKE | EXPERT_FAMILIES
 
 
 def check_planned(dims: Dimensions) -> None:
@@ -44,7 +48,7 @@ def play_layer(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value, *, recomp
     layer = _Layer(tape, dims, tokens, recompute=recompute)
     if dims.family in BERT_LIKE:
         return layer.post_norm(x)
-    if dims.family in LLAMA_LIKE or dims.family in PHI_LIKE:
+    if dims.family in _GATED_DECODERS:
         return layer.gated_decoder(x)
     if dims.family is Family.MODERNBERT:
         return layer.modernbert(x)
@@ -56,12 +60,12 @@ def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> V
     layer = _Layer(tape, dims, tokens, recompute=False)
     if dims.family in BERT_LIKE:
         return x
-    if dims.family in LLAMA_LIKE or dims.family in PHI_LIKE:
+    if dims.family in _GATED_DECODERS:
         return layer.rms_norm(x, dims.hidden_size, 1, "final norm")
     return layer.layer_norm(x, "final norm")
 
 
-class _Layer(Operations):
+class _Layer(ExpertOperations):
     """A layer as the sequence of its operations."""
 
     def gated_decoder(self, x: Value) -> Value:
@@ -77,7 +81,10 @@ class _Layer(Operations):
         normed = self.rms_norm(middle, dims.hidden_size, 1, "MLP norm")
         # Gemma 2 and 3 end in a norm, which saves its input: recomputing skips nothing of the MLP.
         output_bytes = self.hidden_bytes if self.sandwich else self.output_bytes
-        mlp = self.gated_mlp(normed, output_bytes)
+        if dims.experts:
+            mlp = self.routed_mlp(normed, output_bytes)
+        else:
+            mlp = self.gated_mlp(normed, output_bytes)
         tape.drop(normed)
         if self.sandwich:
             mlp = self.output_norm(mlp, "post-MLP norm")

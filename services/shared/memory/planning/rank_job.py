@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.planning.layer_costs import (
@@ -34,19 +35,22 @@ class RankJob:
     recipe: Recipe
     ranks: int
     units: Units
-    layer: LayerCost
-    adding_layer: LayerCost
+    layers: tuple[LayerCost, ...]
+    adding_layers: tuple[LayerCost, ...]
     final: FinalCost
     shared_input_bytes: int
     mask_bytes: int
     embedding_saved_bytes: int
-    layer_gradient_bytes: int
-    accumulated_layer_gradient_bytes: int
 
     @property
     def num_layers(self) -> int:
         """Number of layers the forward pass runs through."""
         return self.shape.num_layers
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of one layer's input: the hidden states of a micro-batch."""
+        return self.layers[0].input_bytes
 
     @property
     def fsdp1(self) -> bool:
@@ -95,6 +99,21 @@ class RankJob:
         return local_parameter_shards(self.shape, self.recipe, self.ranks)
 
     @cached_property
+    def saved_below(self) -> tuple[int, ...]:
+        """Bytes that the first n layers save for backward, by n."""
+        return tuple(accumulate((cost.saved_bytes for cost in self.layers), initial=0))
+
+    @cached_property
+    def gradients_below(self) -> tuple[int, ...]:
+        """Bytes of the whole gradients of the first n layers, in the compute dtype, by n."""
+        return layer_gradients(self.shape, self.recipe.compute.size_bytes)
+
+    @cached_property
+    def accumulated_below(self) -> tuple[int, ...]:
+        """Bytes of the whole gradients of the first n layers as they are accumulated, by n."""
+        return layer_gradients(self.shape, self.recipe.accumulated_gradient_width)
+
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state on the device."""
         return self.units.total("optimizer_bytes") if self.state_on_device else 0
@@ -103,32 +122,30 @@ class RankJob:
 def job_of(shape: Shape, recipe: Recipe, ranks: int, *, cpu_kernels: bool) -> RankJob:
     """Return the job of training `shape` with `recipe`, as seen by one rank."""
     tokens = tokens_of(recipe, training=True, cpu_kernels=cpu_kernels)
+    checkpointed = recipe.activation_checkpointing
+    adding = recipe.accumulate > 1 and recipe.accumulates_in_place
+    kinds = [shape.dims.of_layer(index) for index in range(shape.num_layers)]
     return RankJob(
         shape=shape,
         recipe=recipe,
         ranks=ranks,
         units=units_of(shape, recipe, ranks),
-        layer=layer_cost(shape.dims, tokens, checkpointed=recipe.activation_checkpointing),
-        adding_layer=layer_cost(
-            shape.dims,
-            tokens,
-            checkpointed=recipe.activation_checkpointing,
-            adding=recipe.accumulate > 1 and recipe.accumulates_in_place,
+        layers=tuple(layer_cost(kind, tokens, checkpointed=checkpointed) for kind in kinds),
+        adding_layers=tuple(
+            layer_cost(kind, tokens, checkpointed=checkpointed, adding=adding) for kind in kinds
         ),
         final=final_cost(shape.dims, tokens, saving=True),
         shared_input_bytes=shared_input_bytes(shape.dims, tokens),
         mask_bytes=mask_bytes(shape.dims, tokens),
         embedding_saved_bytes=embedding_saved_bytes(shape.dims, tokens),
-        layer_gradient_bytes=layer_gradients(shape, recipe.compute.size_bytes),
-        accumulated_layer_gradient_bytes=layer_gradients(shape, recipe.accumulated_gradient_width),
     )
 
 
 class SimulationRun:
     """A job and its ledger; `ends_only` skips the middle layers, none of which has the peak.
 
-    All that differs from one layer to the next is linear in the layer's index, so the largest of
-    equal layers is among the first three or the last three.
+    All that differs from one layer to the next of its kind is linear in the layer's index, so the
+    largest of equal layers in a row is among the first three or the last three.
     """
 
     def __init__(self, job: RankJob, ledger: MemoryLedger, *, ends_only: bool) -> None:
@@ -137,36 +154,41 @@ class SimulationRun:
     def indices(self) -> list[int]:
         """Return the layers to visit, in the order of the forward pass."""
         count = self.job.num_layers
-        if not self.ends_only or count <= 6:
+        if not self.ends_only:
             return list(range(count))
-        return [0, 1, 2, count - 3, count - 2, count - 1]
+        costs = self.job.layers
+        starts = [i for i in range(count) if i == 0 or costs[i] is not costs[i - 1]]
+        visited: set[int] = set()
+        for start, end in zip(starts, [*starts[1:], count], strict=True):
+            visited |= set(range(start, min(start + 3, end))) | set(range(max(end - 3, start), end))
+        return sorted(visited)
 
     def saved_before(self, index: int) -> int:
         """Activations held when layer `index` begins forward, over the first layer's input."""
-        layer = self.job.layer
-        if self.job.recipe.activation_checkpointing:
-            return index * layer.input_bytes
+        job = self.job
+        if job.recipe.activation_checkpointing:
+            return index * job.input_bytes
         # The model's forward holds the embedding's output until it returns.
-        named = 0 if layer.saves_input or not index else layer.input_bytes
-        return index * layer.saved_bytes + named
+        named = 0 if job.layers[0].saves_input or not index else job.input_bytes
+        return job.saved_below[index] + named
 
     def saved_at(self, index: int) -> int:
         """Activations held while layer `index` runs backward, over the first layer's input."""
-        layer = self.job.layer
-        if self.job.recipe.activation_checkpointing:
-            return index * layer.input_bytes
+        job = self.job
+        if job.recipe.activation_checkpointing:
+            return index * job.input_bytes
         # Only what layers saved: no layer needs the first layer's input itself.
-        return (index + 1) * layer.saved_bytes - layer.input_bytes
+        return job.saved_below[index + 1] - job.input_bytes
 
     def saved_after(self, index: int) -> int:
         """Activations held once layer `index` has run backward, the gradient of its input included.
 
         A checkpointed layer's own input is freed by then.
         """
-        layer = self.job.layer
-        if self.job.recipe.activation_checkpointing:
-            return index * layer.input_bytes
-        return index * layer.saved_bytes
+        job = self.job
+        if job.recipe.activation_checkpointing:
+            return index * job.input_bytes
+        return job.saved_below[index]
 
     def kept_bytes(self, layers: int) -> int:
         """Return the bytes of parameters that stay unsharded once `layers` layers have run forward."""
@@ -174,4 +196,4 @@ class SimulationRun:
         if not (self.job.keeps_unsharded and units.layers):
             return 0
         embedding = units.embedding.unsharded_parameter_bytes if units.embedding else 0
-        return embedding + layers * units.layers[0].unsharded_parameter_bytes
+        return embedding + units.layers_below("unsharded_parameter_bytes", layers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from services.shared.memory.architecture.parameters import Tensor, UnitKind
@@ -65,6 +66,14 @@ class Units(NamedTuple):
         """Return the sum of one size over all units."""
         return sum(getattr(unit, field) for unit in self.all)
 
+    def layers_below(self, field: str, count: int) -> int:
+        """Return the sum of one size over the first `count` layers."""
+        return sum(getattr(unit, field) for unit in self.layers[:count])
+
+    def layers_from(self, field: str, index: int) -> int:
+        """Return the sum of one size over layer `index` and all that follow."""
+        return sum(getattr(unit, field) for unit in self.layers[index:])
+
 
 def shard_ranks(recipe: Recipe, ranks: int) -> int:
     """Return over how many ranks one copy of the model is divided."""
@@ -118,9 +127,10 @@ def local_parameter_shards(shape: Shape, recipe: Recipe, ranks: int) -> list[tup
     return [*found, *held[in_front:]]
 
 
-def layer_gradients(shape: Shape, width: int) -> int:
-    """Return the bytes of one layer's whole gradients, `width` bytes each."""
-    return sum(rounded(width * tensor.elements) for tensor in shape.layers[-1].tensors)
+def layer_gradients(shape: Shape, width: int) -> tuple[int, ...]:
+    """Return the bytes of the whole gradients of the first n layers by n, `width` bytes a value."""
+    sizes = (sum(rounded(width * t.elements) for t in unit.tensors) for unit in shape.layers)
+    return tuple(accumulate(sizes, initial=0))
 
 
 def local_shards(

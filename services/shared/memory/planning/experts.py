@@ -1,0 +1,150 @@
+"""A mixture of experts as transformers runs it: a router, and all experts in two grouped products.
+
+Taken from dry runs of transformers 5.24 (`experts_implementation="grouped_mm"`, its default) on torch 2.13: every
+pair of a token and one of its experts becomes a row, so that sizes do not depend on the routing. Its loop
+over experts, the default before version 5, holds the same rows, each expert's for itself.
+
+Sizes: T = tokens of the micro-batch on one rank, E = experts, k = experts of a token, h = hidden size.
+"""
+
+from __future__ import annotations
+
+from services.shared.memory.architecture.dimensions import Experts, Family
+from services.shared.memory.planning.allocation_tape import Gradient, Value
+from services.shared.memory.planning.operations import Operations
+
+_INDEX_BYTES = 8  # of an int64
+_SOFTMAX_OF_ALL = frozenset({Family.MIXTRAL, Family.QWEN3_MOE, Family.DEEPSEEK_V2})
+
+
+class ExpertOperations(Operations):
+    """The operations of a layer whose MLP is a mixture of experts."""
+
+    def routed_mlp(self, x: Value, output_bytes: int) -> Value:
+        """The weighted sum of each token's experts [T, h]; shared experts are not part of it."""
+        logits, weights, indices = self._route(x)
+        out = self._run_experts(x, weights, output_bytes)
+        self.tape.drop(logits, weights, indices)
+        return out
+
+    @property
+    def _experts(self) -> Experts:
+        assert self.dims.experts is not None
+        return self.dims.experts
+
+    def _route(self, x: Value) -> tuple[Value, Value, Value]:
+        """The router's logits [T, E], held to the end of the layer, and the weights and indices [T, k]."""
+        tape, experts, width = self.tape, self._experts, self.value_bytes
+        scores_bytes = 4 * self.count * experts.num_experts
+        chosen_bytes = 4 * self.count * experts.per_token
+        logits = self.linear(x, scores_bytes * width // 4, "router")
+        upcast = self.downcast(logits, scores_bytes, "router")
+        scores = tape.op("router", scores_bytes, [Gradient(upcast, scores_bytes)], saves_out=True)
+        tape.drop(upcast)
+        indices = tape.op("router", self.count * experts.per_token * _INDEX_BYTES)
+        chosen = tape.op(
+            "router",
+            chosen_bytes,
+            [Gradient(scores, scores_bytes, (scores_bytes,))],
+            saves=[indices],
+        )
+        tape.drop(scores)
+        if experts.normalised:
+            # Divided in place by their sum: autograd keeps a copy of what they were.
+            chosen = self._divide_by_sum(chosen)
+        if self.dims.family is not Family.QWEN3_MOE:
+            return logits, chosen, indices
+        weights = self.downcast(chosen, chosen_bytes * width // 4, "router")
+        tape.drop(chosen)
+        return logits, weights, indices
+
+    def _divide_by_sum(self, chosen: Value) -> Value:
+        tape, size, row = self.tape, chosen.size_bytes, 4 * self.count
+        summed = tape.op("router", row, [Gradient(chosen, alias=True)])
+        divided = tape.op(
+            "router",
+            size,
+            [Gradient(chosen, size), Gradient(summed, row, (size, size, size))],
+            saves=[chosen, summed],
+        )
+        tape.drop(chosen, summed)
+        return divided
+
+    def _run_experts(self, x: Value, weights: Value, output_bytes: int) -> Value:
+        """Sort the rows by expert, run all experts, weigh the rows and sum each token's."""
+        tape, experts, h = self.tape, self._experts, self.dims.hidden_size
+        rows, width = self.count * experts.per_token, self.value_bytes
+        row_bytes, weight_bytes = rows * h * width, weights.size_bytes
+        weighted_bytes = rows * h * (weight_bytes // rows)
+        order = [tape.op("expert order", rows * _INDEX_BYTES) for _ in range(2)]
+        inputs = tape.op(
+            "expert inputs",
+            row_bytes,
+            [Gradient(x, x.size_bytes, (x.size_bytes,))],
+            also_saves=[rows * _INDEX_BYTES],
+        )
+        row_weights = tape.op(
+            "expert weights", weight_bytes, [Gradient(weights, weight_bytes)], saves=order[1:]
+        )
+        histogram = tape.op("expert order", 4 * rows)
+        outputs = self._expert_mlp(inputs, rows)
+        weighted = tape.op(
+            "weighted expert outputs",
+            weighted_bytes,
+            self._weighing_gradients(outputs, row_weights, weighted_bytes),
+            saves=[outputs, row_weights],
+        )
+        inverse = tape.op("expert order", rows * _INDEX_BYTES)
+        tape.during("expert order", [rows * _INDEX_BYTES])
+        ordered = tape.op(
+            "weighted expert outputs",
+            weighted_bytes if output_bytes else 0,
+            [Gradient(weighted, weighted_bytes, (weighted_bytes,))],
+            saves=[inverse],
+        )
+        tape.drop(weighted)
+        summed_bytes = output_bytes * weighted_bytes // row_bytes
+        summed = tape.op("expert output", summed_bytes, [Gradient(ordered, weighted_bytes)])
+        out = self.downcast(summed, output_bytes, "expert output")
+        tape.drop(summed, ordered, inverse, outputs, histogram, row_weights, inputs, *order)
+        return out
+
+    def _weighing_gradients(
+        self, outputs: Value, row_weights: Value, weighted_bytes: int
+    ) -> list[Gradient]:
+        """Each factor's gradient is a whole product, of which the weights' is summed over h."""
+        size = outputs.size_bytes
+        if weighted_bytes == size:
+            extra = (size,)
+            return [Gradient(outputs, size), Gradient(row_weights, row_weights.size_bytes, extra)]
+        # With weights in float32 both products are, before the outputs' is cast down.
+        wide = (weighted_bytes, weighted_bytes)
+        return [Gradient(outputs, size, wide), Gradient(row_weights, row_weights.size_bytes)]
+
+    def _expert_mlp(self, inputs: Value, rows: int) -> Value:
+        """down(act(gate) * up) of all rows, gate and up in one grouped product."""
+        tape, experts, h, c = self.tape, self._experts, self.dims.hidden_size, self.value_bytes
+        inner = rows * experts.intermediate_size * c
+        weight = experts.num_experts * experts.intermediate_size * h * c
+        both = tape.op(
+            "expert gate and up",
+            2 * inner,
+            [Gradient(inputs, inputs.size_bytes)],
+            saves=[inputs],
+            weight_bytes=[2 * weight],
+        )
+        gate, up = tape.split("expert gate and up", both, (inner, inner))
+        active = self.unary(gate, "activation")
+        product = tape.op(
+            "expert product", inner, [Gradient(active, inner), Gradient(up, inner)], saves=[active, up]
+        )
+        tape.drop(active, gate, up, both)
+        down = tape.op(
+            "expert down",
+            inputs.size_bytes,
+            [Gradient(product, inner)],
+            saves=[product],
+            weight_bytes=[weight],
+        )
+        tape.drop(product)
+        return down
