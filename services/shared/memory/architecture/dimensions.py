@@ -132,6 +132,16 @@ class Dimensions:
         return replace(self, experts=None)
 
     @property
+    def query_head_dim(self) -> int:
+        """Width of one query or key head, of which latent attention rotates a part."""
+        return self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of one value head, which only latent attention sets apart from that of a query head."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
     def qk_norm(self) -> bool:
         """Whether queries and keys have a norm of their own."""
         return self.family in (Family.QWEN3, Family.GEMMA3, Family.QWEN3_MOE)

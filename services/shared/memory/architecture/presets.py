@@ -129,10 +129,14 @@ PRESETS: dict[str, Dimensions] = {
     "qwen3-14b": _decoder(_F.QWEN3, (5120, 17408, 40, 40, 8, 128, 151936)),
     "qwen3-32b": _decoder(_F.QWEN3, (5120, 25600, 64, 64, 8, 128, 151936)),
     "qwen3-30b-a3b": _decoder(
-        _F.QWEN3_MOE, (2048, 6144, 48, 32, 4, 128, 151936), experts=Experts(128, 768, 8, normalised=True)
+        _F.QWEN3_MOE,
+        (2048, 6144, 48, 32, 4, 128, 151936),
+        experts=Experts(128, 768, 8, normalised=True),
     ),
     "qwen3-235b-a22b": _decoder(
-        _F.QWEN3_MOE, (4096, 12288, 94, 64, 4, 128, 151936), experts=Experts(128, 1536, 8, normalised=True)
+        _F.QWEN3_MOE,
+        (4096, 12288, 94, 64, 4, 128, 151936),
+        experts=Experts(128, 1536, 8, normalised=True),
     ),
     "qwen3-embedding-0.6b": _decoder(_F.QWEN3, (1024, 3072, 28, 16, 8, 128, 151669), tied=True),
     "qwen3-embedding-4b": _decoder(_F.QWEN3, (2560, 9728, 36, 32, 8, 128, 151665), tied=True),
@@ -176,10 +180,14 @@ PRESETS: dict[str, Dimensions] = {
     "mistral-nemo-12b": _decoder(_F.MISTRAL, (5120, 14336, 40, 32, 8, 128, 131072)),
     "mistral-small-24b": _decoder(_F.MISTRAL, (5120, 32768, 40, 32, 8, 128, 131072)),
     "mixtral-8x7b": _decoder(
-        _F.MIXTRAL, (4096, 14336, 32, 32, 8, 128, 32000), experts=Experts(8, 14336, 2, normalised=True)
+        _F.MIXTRAL,
+        (4096, 14336, 32, 32, 8, 128, 32000),
+        experts=Experts(8, 14336, 2, normalised=True),
     ),
     "mixtral-8x22b": _decoder(
-        _F.MIXTRAL, (6144, 16384, 56, 48, 8, 128, 32768), experts=Experts(8, 16384, 2, normalised=True)
+        _F.MIXTRAL,
+        (6144, 16384, 56, 48, 8, 128, 32768),
+        experts=Experts(8, 16384, 2, normalised=True),
     ),
     "gemma-2b": _decoder(_F.GEMMA, (2048, 16384, 18, 8, 1, 256, 256000), tied=True),
     "gemma-7b": _decoder(_F.GEMMA, (3072, 24576, 28, 16, 16, 256, 256000), tied=True),

@@ -50,12 +50,14 @@ class Gradient(NamedTuple):
     """The gradient of an operation for one input: a new tensor, or the gradient of its own output.
 
     `extra_bytes` are alive only while it is computed; with `alias` the incoming gradient is passed on.
+    Where an operation promotes its input, the gradient is first made in `wide_bytes` and then cast.
     """
 
     of: Value
     size_bytes: int = 0
     extra_bytes: Sequence[int] = ()
     alias: bool = False
+    wide_bytes: int = 0
 
 
 @dataclass
@@ -71,12 +73,14 @@ class Tape:
     """Counts the bytes of one module's forward pass and, where `saving`, of its backward pass.
 
     Weight gradients stay alive, unless `adding`: then each is added to one that exists already.
+    What was `recomputed` is released by the function that reads it, before the engine casts its results.
     `records` are the moments at which more bytes were alive than ever before: for any budget, the
     request that first exceeds it is one of them.
     """
 
-    def __init__(self, *, saving: bool, adding: bool = False) -> None:
+    def __init__(self, *, saving: bool, adding: bool = False, recomputed: bool = False) -> None:
         self._adding = adding
+        self._recomputed = recomputed
         self.live_bytes = 0
         self.weight_gradient_bytes = 0
         self.records: list[Moment] = []
@@ -174,11 +178,25 @@ class Tape:
                 incoming[0].holders += 1
                 results.append((gradient.of, incoming[0]))
                 continue
+            if gradient.wide_bytes:
+                results.append((gradient.of, self._cast_gradient(node, gradient)))
+                continue
             results.append((gradient.of, self._allocate(gradient.size_bytes, what)))
             self.during(what, gradient.extra_bytes)
         self.drop(*incoming, *node.saved, *added)
         for target, value in results:
             self._accumulate(target, value, gradients)
+
+    def _cast_gradient(self, node: _Node, gradient: Gradient) -> Value:
+        what = f"{node.what} backward"
+        sizes = (gradient.wide_bytes, *gradient.extra_bytes)
+        temporaries = [self._allocate(size, what) for size in sizes]
+        if self._recomputed:
+            self.drop(*node.saved)
+            node.saved.clear()
+        result = self._allocate(gradient.size_bytes, what)
+        self.drop(*temporaries)
+        return result
 
     def _accumulate(self, target: Value, value: Value, gradients: dict[Value, Value]) -> None:
         """Add a second gradient of the same value into a third tensor, as the engine does."""

@@ -22,14 +22,17 @@ class Kernel(NamedTuple):
     softmax_float32: bool
     cpu: bool
     head_major_queries: bool = False
+    causal: bool = True
+    narrow_values: bool = False
     softcap: bool = False
 
     @property
     def effective(self) -> Attention:
-        """The kernel that runs: torch's flash kernel for CPUs has no dropout and falls back to math."""
-        if self.requested is Attention.SDPA and self.dropout and self.cpu:
-            return Attention.MATH
-        return self.requested
+        """The kernel that runs: torch's flash kernel for CPUs knows neither dropout nor values of another
+        width than the keys, and falls back to math.
+        """
+        unknown = self.cpu and (self.dropout or self.narrow_values)
+        return Attention.MATH if self.requested is Attention.SDPA and unknown else self.requested
 
 
 class Heads(NamedTuple):
@@ -41,6 +44,7 @@ class Heads(NamedTuple):
     num_kv_heads: int
     head_dim: int
     value_bytes: int
+    value_head_dim: int
 
     @property
     def tokens(self) -> int:
@@ -56,6 +60,11 @@ class Heads(NamedTuple):
     def key_bytes(self) -> int:
         """All keys, which is all values, before they are repeated for the query heads."""
         return self.tokens * self.num_kv_heads * self.head_dim * self.value_bytes
+
+    @property
+    def context_bytes(self) -> int:
+        """The output: one value head for each query head."""
+        return self.tokens * self.num_heads * self.value_head_dim * self.value_bytes
 
     @property
     def scores(self) -> int:
@@ -94,7 +103,7 @@ def _fused(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
         also.append(heads.mask_bytes)
     context = tape.op(
         "attention",
-        heads.query_bytes,
+        heads.context_bytes,
         [Gradient(x, x.size_bytes) for x in inputs],
         saves=inputs,
         saves_out=True,
@@ -102,7 +111,7 @@ def _fused(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     )
     if not (kernel.head_major_queries and kernel.cpu):
         return context
-    contiguous = tape.op("attention", heads.query_bytes, [Gradient(context, alias=True)])
+    contiguous = tape.op("attention", heads.context_bytes, [Gradient(context, alias=True)])
     tape.drop(context)
     return contiguous
 
@@ -180,16 +189,31 @@ def _attention_dropout(tape: Tape, heads: Heads, kernel: Kernel, weights: Value)
 
 def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     """torch's math kernel: everything upcast to float32, whole scores, nothing recomputed."""
-    high, scores = heads.tokens * heads.num_heads * heads.head_dim * 4, heads.scores * 4
+    scores, ratio = heads.scores * 4, 4 // heads.value_bytes
+    context_bytes = heads.context_bytes * ratio
     masks = [tape.op("attention mask", heads.mask_bytes)] if kernel.mask else []
-    upcast = [tape.op("attention inputs", high, [Gradient(x, x.size_bytes)]) for x in inputs]
-    scaled = [tape.op("attention inputs", high, [Gradient(x, high)]) for x in upcast[:2]]
-    contiguous = [tape.op("attention inputs", high, [Gradient(x, alias=True)]) for x in scaled]
-    product = tape.op(
-        "attention scores", scores, [Gradient(x, high) for x in contiguous], saves=contiguous
-    )
-    tape.drop(scaled[1], *contiguous)
-    if kernel.mask:
+    upcast = [
+        tape.op("attention inputs", x.size_bytes * ratio, [Gradient(x, x.size_bytes)])
+        for x in inputs
+    ]
+    sizes = [x.size_bytes for x in upcast]
+    if kernel.causal and not kernel.mask:
+        masks.append(tape.op("attention mask", 4 * heads.sequence_length**2))
+    scaled = [
+        tape.op("attention inputs", size, [Gradient(x, size)])
+        for x, size in zip(upcast[:2], sizes[:2], strict=True)
+    ]
+    if kernel.head_major_queries:
+        factors = scaled
+    else:
+        factors = [
+            tape.op("attention inputs", x.size_bytes, [Gradient(x, alias=True)]) for x in scaled
+        ]
+    gradients = [Gradient(x, x.size_bytes) for x in factors]
+    product = tape.op("attention scores", scores, gradients, saves=factors)
+    # The scaled queries are still named.
+    tape.drop(scaled[1], *(factors if factors is not scaled else ()))
+    if masks:
         masked = tape.op("masked attention scores", scores, [Gradient(product, alias=True)])
         tape.drop(product)
         product = masked
@@ -198,16 +222,16 @@ def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     if kernel.dropout:
         weights = _attention_dropout(tape, heads, kernel, weights)
     lowered = tape.op("attention weights", heads.scores * heads.value_bytes)
-    contiguous_value = tape.op("attention inputs", high, [Gradient(upcast[2], alias=True)])
+    contiguous_value = tape.op("attention inputs", sizes[2], [Gradient(upcast[2], alias=True)])
     context = tape.op(
         "attention context",
-        high,
-        [Gradient(contiguous_value, high), Gradient(weights, scores)],
+        context_bytes,
+        [Gradient(contiguous_value, sizes[2]), Gradient(weights, scores)],
         saves=[weights, contiguous_value],
     )
-    out = tape.op("attention context", heads.query_bytes, [Gradient(context, high)])
+    out = tape.op("attention context", heads.context_bytes, [Gradient(context, context_bytes)])
     tape.drop(context, scaled[0], *upcast, lowered, weights, contiguous_value, *masks)
-    final = tape.op("attention context", heads.query_bytes, [Gradient(out, alias=True)])
+    final = tape.op("attention context", heads.context_bytes, [Gradient(out, alias=True)])
     tape.drop(out)
     return final
 

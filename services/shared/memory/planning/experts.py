@@ -9,12 +9,21 @@ Sizes: T = tokens of the micro-batch on one rank, E = experts, k = experts of a 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from services.shared.memory.architecture.dimensions import Experts, Family
 from services.shared.memory.planning.allocation_tape import Gradient, Value
 from services.shared.memory.planning.operations import Operations
 
 _INDEX_BYTES = 8  # of an int64
-_SOFTMAX_OF_ALL = frozenset({Family.MIXTRAL, Family.QWEN3_MOE, Family.DEEPSEEK_V2})
+
+
+class Route(NamedTuple):
+    """The router's logits [T, E], which are held to the end of the layer; weights and indices [T, k]."""
+
+    logits: Value
+    weights: Value
+    indices: Value
 
 
 class ExpertOperations(Operations):
@@ -22,9 +31,9 @@ class ExpertOperations(Operations):
 
     def routed_mlp(self, x: Value, output_bytes: int) -> Value:
         """The weighted sum of each token's experts [T, h]; shared experts are not part of it."""
-        logits, weights, indices = self._route(x)
-        out = self._run_experts(x, weights, output_bytes)
-        self.tape.drop(logits, weights, indices)
+        route = self.route(x)
+        out = self.run_experts(x, route.weights, output_bytes)
+        self.tape.drop(*route)
         return out
 
     @property
@@ -32,15 +41,22 @@ class ExpertOperations(Operations):
         assert self.dims.experts is not None
         return self.dims.experts
 
-    def _route(self, x: Value) -> tuple[Value, Value, Value]:
-        """The router's logits [T, E], held to the end of the layer, and the weights and indices [T, k]."""
+    def route(self, x: Value) -> Route:
+        """Run the router: a linear layer, a softmax in float32, the best experts."""
         tape, experts, width = self.tape, self._experts, self.value_bytes
         scores_bytes = 4 * self.count * experts.num_experts
         chosen_bytes = 4 * self.count * experts.per_token
-        logits = self.linear(x, scores_bytes * width // 4, "router")
-        upcast = self.downcast(logits, scores_bytes, "router")
+        if self.dims.latent:
+            logits = self._float32_logits(x, scores_bytes)
+            upcast = self.upcast(logits, scores_bytes, "router")
+        else:
+            logits = self.linear(x, scores_bytes * width // 4, "router")
+            upcast = self.upcast(logits, scores_bytes, "router")
         scores = tape.op("router", scores_bytes, [Gradient(upcast, scores_bytes)], saves_out=True)
         tape.drop(upcast)
+        if experts.groups > 1:
+            # Scores by group, a mask, the scores left: none of them is saved.
+            tape.during("router", [scores_bytes] * 3)
         indices = tape.op("router", self.count * experts.per_token * _INDEX_BYTES)
         chosen = tape.op(
             "router",
@@ -52,11 +68,29 @@ class ExpertOperations(Operations):
         if experts.normalised:
             # Divided in place by their sum: autograd keeps a copy of what they were.
             chosen = self._divide_by_sum(chosen)
-        if self.dims.family is not Family.QWEN3_MOE:
-            return logits, chosen, indices
-        weights = self.downcast(chosen, chosen_bytes * width // 4, "router")
+        if self.dims.latent:
+            weights = tape.op("router", chosen_bytes, [Gradient(chosen, chosen_bytes)])
+        elif self.dims.family is Family.QWEN3_MOE:
+            weights = self.downcast(chosen, chosen_bytes * width // 4, "router")
+        else:
+            return Route(logits, chosen, indices)
         tape.drop(chosen)
-        return logits, weights, indices
+        return Route(logits, weights, indices)
+
+    def _float32_logits(self, x: Value, scores_bytes: int) -> Value:
+        """DeepSeek's router multiplies in float32: its weight [E, h] is cast up as its input is."""
+        tape, weight = self.tape, self._experts.num_experts * self.dims.hidden_size
+        upcast = self.upcast(x, x.size_bytes * 4 // self.value_bytes, "router")
+        logits = tape.op(
+            "router",
+            scores_bytes,
+            [Gradient(upcast, upcast.size_bytes)],
+            saves=[upcast],
+            also_saves=[4 * weight] if self.value_bytes < 4 else (),
+            weight_bytes=[weight * self.value_bytes],
+        )
+        tape.drop(upcast)
+        return logits
 
     def _divide_by_sum(self, chosen: Value) -> Value:
         tape, size, row = self.tape, chosen.size_bytes, 4 * self.count
@@ -70,7 +104,7 @@ class ExpertOperations(Operations):
         tape.drop(chosen, summed)
         return divided
 
-    def _run_experts(self, x: Value, weights: Value, output_bytes: int) -> Value:
+    def run_experts(self, x: Value, weights: Value, output_bytes: int) -> Value:
         """Sort the rows by expert, run all experts, weigh the rows and sum each token's."""
         tape, experts, h = self.tape, self._experts, self.dims.hidden_size
         rows, width = self.count * experts.per_token, self.value_bytes
@@ -118,8 +152,11 @@ class ExpertOperations(Operations):
             extra = (size,)
             return [Gradient(outputs, size), Gradient(row_weights, row_weights.size_bytes, extra)]
         # With weights in float32 both products are, before the outputs' is cast down.
-        wide = (weighted_bytes, weighted_bytes)
-        return [Gradient(outputs, size, wide), Gradient(row_weights, row_weights.size_bytes)]
+        extra = (weighted_bytes,)
+        return [
+            Gradient(outputs, size, extra, wide_bytes=weighted_bytes),
+            Gradient(row_weights, row_weights.size_bytes),
+        ]
 
     def _expert_mlp(self, inputs: Value, rows: int) -> Value:
         """down(act(gate) * up) of all rows, gate and up in one grouped product."""
@@ -136,7 +173,10 @@ class ExpertOperations(Operations):
         gate, up = tape.split("expert gate and up", both, (inner, inner))
         active = self.unary(gate, "activation")
         product = tape.op(
-            "expert product", inner, [Gradient(active, inner), Gradient(up, inner)], saves=[active, up]
+            "expert product",
+            inner,
+            [Gradient(active, inner), Gradient(up, inner)],
+            saves=[active, up],
         )
         tape.drop(active, gate, up, both)
         down = tape.op(

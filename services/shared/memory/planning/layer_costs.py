@@ -163,7 +163,9 @@ def shared_input_bytes(dims: Dimensions, tokens: Tokens) -> int:
         tables = (
             4 if dims.family is Family.GEMMA3 else 2
         )  # Gemma 3: one for global, one for local layers
-        rotary = tables * rounded(c * length * dims.head_dim)
+        rotary = tables * rounded(
+            c * length * (dims.latent.rope_dim if dims.latent else dims.head_dim)
+        )
     return mask_bytes(dims, tokens) + rotary + 2 * rounded(8 * tokens.total)
 
 
@@ -193,7 +195,7 @@ def _backward(
     dims: Dimensions, tokens: Tokens, size: int, *, checkpointed: bool, adding: bool
 ) -> tuple[Moment, ...]:
     """Play a layer backward: recomputed first when checkpointed, else over what forward saved."""
-    tape = Tape(saving=True, adding=adding)
+    tape = Tape(saving=True, adding=adding, recomputed=checkpointed)
     x = tape.external(size, "layer input")
     if checkpointed:
         gradient = tape.op("incoming gradient", size)

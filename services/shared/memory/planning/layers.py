@@ -18,6 +18,7 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning.allocation_tape import Gradient, Tape, Value
 from services.shared.memory.planning.attention import attend
 from services.shared.memory.planning.experts import ExpertOperations
+from services.shared.memory.planning.latent_attention import LatentAttention
 from services.shared.memory.planning.operations import Tokens
 
 PLANNED_FAMILIES = (
@@ -25,7 +26,7 @@ PLANNED_FAMILIES = (
     | BERT_LIKE
     | PHI_LIKE
     | {Family.MODERNBERT, Family.GPT2, Family.GPT_NEOX, Family.GPT_BIGCODE, Family.OPT}
-    | {Family.MIXTRAL, Family.QWEN3_MOE}
+    | EXPERT_FAMILIES
 )
 _GATED_DECODERS = LLAMA_LIKE | PHI_LIKE | EXPERT_FAMILIES
 
@@ -65,14 +66,14 @@ def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> V
     return layer.layer_norm(x, "final norm")
 
 
-class _Layer(ExpertOperations):
+class _Layer(ExpertOperations, LatentAttention):
     """A layer as the sequence of its operations."""
 
     def gated_decoder(self, x: Value) -> Value:
         """Llama and its derivatives: norm, attention, add, norm, gated MLP, add."""
         tape, dims = self.tape, self.dims
         normed = self.rms_norm(x, dims.hidden_size, 1, "input norm")
-        attended = self.rotary_attention(normed)
+        attended = self.latent_attention(normed) if dims.latent else self.rotary_attention(normed)
         tape.drop(normed)
         if self.sandwich:
             attended = self.output_norm(attended, "post-attention norm")
@@ -81,15 +82,30 @@ class _Layer(ExpertOperations):
         normed = self.rms_norm(middle, dims.hidden_size, 1, "MLP norm")
         # Gemma 2 and 3 end in a norm, which saves its input: recomputing skips nothing of the MLP.
         output_bytes = self.hidden_bytes if self.sandwich else self.output_bytes
-        if dims.experts:
-            mlp = self.routed_mlp(normed, output_bytes)
-        else:
-            mlp = self.gated_mlp(normed, output_bytes)
+        mlp = (
+            self.expert_mlp(normed, output_bytes)
+            if dims.experts
+            else self.gated_mlp(normed, output_bytes)
+        )
         tape.drop(normed)
         if self.sandwich:
             mlp = self.output_norm(mlp, "post-MLP norm")
         out = self.add(middle, mlp, self.output_bytes)
         tape.drop(middle, mlp)
+        return out
+
+    def expert_mlp(self, x: Value, output_bytes: int) -> Value:
+        """The routed experts, and the experts that all tokens share, where there are any."""
+        experts = self.dims.experts
+        assert experts is not None
+        if not experts.shared_experts:
+            return self.routed_mlp(x, output_bytes)
+        route = self.route(x)
+        routed = self.run_experts(x, route.weights, self.hidden_bytes)
+        width = experts.shared_experts * experts.intermediate_size
+        shared = self.gated_mlp(x, output_bytes, width=width)
+        out = self.add(routed, shared, output_bytes)
+        self.tape.drop(shared, routed, *route)
         return out
 
     def post_norm(self, x: Value) -> Value:
@@ -192,23 +208,24 @@ class _Layer(ExpertOperations):
         tape.drop(context, query, key, value)
         return out
 
-    def gated_mlp(self, x: Value, output_bytes: int) -> Value:
+    def gated_mlp(self, x: Value, output_bytes: int, *, width: int | None = None) -> Value:
         """down(act(gate(x)) * up(x)), gate and up fused where the family fuses them."""
         tape, dims = self.tape, self.dims
+        wide_bytes = self.count * self.value_bytes * (width or dims.intermediate_size)
         if dims.family in PHI_LIKE or dims.family is Family.MODERNBERT:
-            both = self.linear(x, 2 * self.wide_bytes, "MLP gate and up", bias=dims.mlp_bias)
-            gate, up = tape.split("MLP gate and up", both, (self.wide_bytes, self.wide_bytes))
+            both = self.linear(x, 2 * wide_bytes, "MLP gate and up", bias=dims.mlp_bias)
+            gate, up = tape.split("MLP gate and up", both, (wide_bytes, wide_bytes))
             tape.drop(both)
             active = self.unary(gate, "activation")
         else:
-            gate = self.linear(x, self.wide_bytes, "MLP gate", bias=dims.mlp_bias)
+            gate = self.linear(x, wide_bytes, "MLP gate", bias=dims.mlp_bias)
             active = self.unary(gate, "activation")
-            up = self.linear(x, self.wide_bytes, "MLP up", bias=dims.mlp_bias)
+            up = self.linear(x, wide_bytes, "MLP up", bias=dims.mlp_bias)
         tape.drop(gate)
         product = tape.op(
             "MLP product",
-            self.wide_bytes,
-            [Gradient(active, self.wide_bytes), Gradient(up, self.wide_bytes)],
+            wide_bytes,
+            [Gradient(active, wide_bytes), Gradient(up, wide_bytes)],
             saves=[active, up],
         )
         tape.drop(active, up)

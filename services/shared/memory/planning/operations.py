@@ -61,15 +61,18 @@ class Operations:
             softcap=dims.family is Family.GEMMA2,
             softmax_float32=dims.family not in BERT_LIKE | {Family.GPT2},
             cpu=tokens.cpu_kernels,
-            head_major_queries=dims.family in _ROTATED_DIVISOR,
+            head_major_queries=dims.family in _ROTATED_DIVISOR or dims.latent is not None,
+            causal=dims.family not in BERT_LIKE,
+            narrow_values=dims.value_head_dim != dims.query_head_dim,
         )
         self.heads = Heads(
             tokens.batch,
             tokens.sequence_length,
             dims.num_heads,
             dims.num_kv_heads,
-            dims.head_dim,
+            dims.query_head_dim,
             tokens.value_bytes,
+            value_head_dim=dims.value_head_dim,
         )
 
     def linear(
@@ -152,7 +155,7 @@ class Operations:
         """An unfused RMS norm in float32, over `rows` vectors of `width` a token."""
         tape, count = self.tape, self.count * rows
         wide, row = 4 * count * width, 4 * count
-        upcast = self._upcast(x, wide, what)
+        upcast = self.upcast(x, wide, what)
         squared = tape.op(what, wide, [Gradient(upcast, wide, (wide, wide))], saves=[upcast])
         mean = tape.op(what, row, [Gradient(squared, wide)])
         tape.drop(squared)
@@ -182,7 +185,8 @@ class Operations:
         tape.drop(mean, inverse)
         return out
 
-    def _upcast(self, x: Value, wide: int, what: str) -> Value:
+    def upcast(self, x: Value, wide: int, what: str) -> Value:
+        """Cast up, or return the same tensor; the caller still holds `x`."""
         if x.size_bytes == wide:
             x.holders += 1
             return x
