@@ -25,6 +25,7 @@ class Family(str, Enum):
     QWEN3_MOE = "qwen3_moe"
     DEEPSEEK_V2 = "deepseek_v2"
     DEEPSEEK_V3 = "deepseek_v3"
+    GPT_OSS = "gpt_oss"
     BERT = "bert"
     ROBERTA = "roberta"
     XLM_ROBERTA = "xlm-roberta"
@@ -58,8 +59,10 @@ LLAMA_LIKE = frozenset(
 PHI_LIKE = frozenset({Family.PHI3, Family.GLM, Family.GLM4})
 BERT_LIKE = frozenset({Family.BERT, Family.ROBERTA, Family.XLM_ROBERTA, Family.DISTILBERT})
 EXPERT_FAMILIES = frozenset(
-    {Family.MIXTRAL, Family.QWEN3_MOE, Family.DEEPSEEK_V2, Family.DEEPSEEK_V3}
+    {Family.MIXTRAL, Family.QWEN3_MOE, Family.DEEPSEEK_V2, Family.DEEPSEEK_V3, Family.GPT_OSS}
 )
+# transformers has no other kernel for their attention: one with ALiBi, one with sinks.
+EAGER_ONLY = frozenset({Family.BLOOM, Family.GPT_OSS})
 
 
 class Latent(NamedTuple):

@@ -257,9 +257,13 @@ def _kv_heads(family: Family, keys: _Keys, heads: int) -> int:
 
 def _default_head_dim(family: Family, hidden_size: int, heads: int) -> int:
     # Defaults of transformers' config classes where head_dim is not hidden size over heads.
-    return {Family.QWEN3: 128, Family.GEMMA: 256, Family.GEMMA2: 256, Family.GEMMA3: 256}.get(
-        family, max(hidden_size // heads, 1)
-    )
+    return {
+        Family.QWEN3: 128,
+        Family.GPT_OSS: 64,
+        Family.GEMMA: 256,
+        Family.GEMMA2: 256,
+        Family.GEMMA3: 256,
+    }.get(family, max(hidden_size // heads, 1))
 
 
 def _biases(family: Family, keys: _Keys) -> tuple[bool, bool, bool]:
@@ -270,7 +274,7 @@ def _biases(family: Family, keys: _Keys) -> tuple[bool, bool, bool]:
         attention = keys.flag("attention_bias")
         return attention, attention, keys.flag("mlp_bias")
     if family in LLAMA_LIKE or family in EXPERT_FAMILIES:
-        attention = keys.flag("attention_bias")
+        attention = keys.flag("attention_bias", default=family is Family.GPT_OSS)
         return attention, attention, False
     if family is Family.MODERNBERT:
         attention = keys.flag("attention_bias")
@@ -351,6 +355,12 @@ def _experts(family: Family, keys: _Keys) -> Experts:
             keys.size("intermediate_size"),
             per_token=keys.size("num_experts_per_tok", 2),
             normalised=True,
+        )
+    if family is Family.GPT_OSS:
+        return Experts(
+            keys.size("num_local_experts", 128),
+            keys.size("intermediate_size"),
+            per_token=keys.size("num_experts_per_tok", 4),
         )
     if family is Family.QWEN3_MOE:
         # transformers 5 writes num_local_experts; published files say num_experts.

@@ -201,6 +201,8 @@ def _grouped_attention(dims: Dimensions) -> list[Tensor]:
         tensors += _linear(f"{at}.k_proj", kv, h, bias=bias)
         tensors += _linear(f"{at}.v_proj", kv, h, bias=bias)
     tensors += _linear(f"{at}.o_proj", h, q, bias=dims.output_bias)
+    if dims.family is Family.GPT_OSS:
+        tensors.insert(0, Tensor(f"{at}.sinks", (dims.num_heads,)))
     if dims.qk_norm:
         tensors += [
             Tensor(f"{at}.{name}.weight", (dims.head_dim,)) for name in ("q_norm", "k_norm")
@@ -239,6 +241,14 @@ def _expert_mlp(dims: Dimensions) -> list[Tensor]:
     experts, h = dims.experts, dims.hidden_size
     assert experts is not None
     count, width = experts.num_experts, experts.intermediate_size
+    if dims.family is Family.GPT_OSS:
+        return [
+            *_linear("mlp.router", count, h, bias=True),
+            Tensor("mlp.experts.gate_up_proj", (count, h, 2 * width)),
+            Tensor("mlp.experts.gate_up_proj_bias", (count, 2 * width)),
+            Tensor("mlp.experts.down_proj", (count, width, h)),
+            Tensor("mlp.experts.down_proj_bias", (count, h)),
+        ]
     tensors = [
         Tensor("mlp.gate.weight", (count, h)),
         Tensor("mlp.experts.gate_up_proj", (count, 2 * width, h)),

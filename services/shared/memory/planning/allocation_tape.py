@@ -87,6 +87,7 @@ class Tape:
         self._most_bytes = 0
         self._saving = saving
         self._nodes: list[_Node] = []
+        self._held: list[Value] = []
 
     def reset_records(self) -> None:
         """Clear the records, so that the next ones describe only what follows."""
@@ -150,6 +151,15 @@ class Tape:
                 self.live_bytes -= value.size_bytes
             elif value.holders == 0 and value.base is not None:
                 self.drop(value.base)
+
+    def hold(self, value: Value) -> None:
+        """Leave a value to a name of the module's own, which outlives the function that made it."""
+        self._held.append(value)
+
+    def release_held(self) -> None:
+        """Release what was held: the module has returned."""
+        self.drop(*self._held)
+        self._held.clear()
 
     def play_backward(self, out: Value, gradient: Value) -> None:
         """Run the recorded operations in reverse, releasing `gradient`, which is that of `out`.

@@ -25,6 +25,7 @@ class Kernel(NamedTuple):
     causal: bool = True
     narrow_values: bool = False
     softcap: bool = False
+    sinks: bool = False
 
     @property
     def effective(self) -> Attention:
@@ -82,11 +83,13 @@ def attend(tape: Tape, heads: Heads, kernel: Kernel, inputs: tuple[Value, Value,
     query, key, value = inputs
     grouped = heads.num_kv_heads < heads.num_heads
     # transformers leaves grouped heads to sdpa only where no mask is given.
-    repeats = grouped and (kernel.mask or kernel.requested is Attention.EAGER)
+    repeats = grouped and (kernel.mask or kernel.sinks or kernel.requested is Attention.EAGER)
     if repeats:
         key, value = (_repeat_heads(tape, heads, x) for x in (key, value))
-    run = _KERNELS[kernel.effective]
-    context = run(tape, heads, kernel, (query, key, value))
+    if kernel.sinks:
+        context = _with_sinks(tape, heads, (query, key, value))
+    else:
+        context = _KERNELS[kernel.effective](tape, heads, kernel, (query, key, value))
     if repeats:
         tape.drop(key, value)
     return context
@@ -146,7 +149,47 @@ def _eager(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
         saves=[weights, value],
     )
     out = tape.op("attention context", heads.query_bytes, [Gradient(context, heads.query_bytes)])
-    tape.drop(context, weights)
+    tape.drop(context)
+    tape.hold(weights)  # returned beside the context
+    return out
+
+
+def _with_sinks(tape: Tape, heads: Heads, inputs: _Inputs) -> Value:
+    """GPT-OSS: one more column of learned scores, and the largest score of a row subtracted from it."""
+    query, key, value = inputs
+    rows = heads.scores // heads.sequence_length
+    low, wide = heads.scores * heads.value_bytes, (heads.scores + rows) * heads.value_bytes
+    both = [Gradient(key, heads.query_bytes), Gradient(query, heads.query_bytes)]
+    scores = tape.op("attention scores", low, both, saves=[query, key])
+    scaled = tape.op("attention scores", low, [Gradient(scores, low)])
+    tape.drop(scores)
+    masked = tape.op("masked attention scores", low, [Gradient(scaled, alias=True)])
+    tape.drop(scaled)
+    joined = tape.op("scores with sinks", wide, [Gradient(masked, alias=True)])
+    largest = tape.op(
+        "largest scores",
+        rows * heads.value_bytes,
+        [Gradient(joined, wide, (wide,))],
+        also_saves=[8 * rows],
+    )
+    centred = tape.op(
+        "scores with sinks",
+        wide,
+        [Gradient(joined, alias=True), Gradient(largest, rows * heads.value_bytes, (wide,))],
+    )
+    tape.drop(largest, joined)
+    weights = tape.op("attention softmax", wide, [Gradient(centred, wide)], saves_out=True)
+    tape.drop(masked)
+    without_sinks = tape.op("attention weights", 0, [Gradient(weights, wide)])
+    context = tape.op(
+        "attention context",
+        heads.query_bytes,
+        [Gradient(value, heads.query_bytes), Gradient(without_sinks, low)],
+        saves=[weights, value],
+    )
+    out = tape.op("attention context", heads.query_bytes, [Gradient(context, heads.query_bytes)])
+    tape.drop(context, centred, without_sinks)
+    tape.hold(weights)
     return out
 
 

@@ -125,8 +125,10 @@ def _layer(run: SimulationRun, index: int, *, after: int) -> None:
         _regather(run, unit, index)
     ahead, reduces = _gathered_ahead(run, index), _reduces(run)
     # FSDP2 holds the previous reduction until this layer begins its own.
-    following = job.units.layers[index + 1 : index + 2]
-    previous = following[0].reduce_input_bytes if reduces and following else 0
+    after_it = job.units.layers[index + 1 : index + 2]
+    previous = after_it[0].reduce_input_bytes if reduces and after_it else 0
+    if not job.fsdp1:
+        _prefetch(run, index, held=previous)
     ledger.record_tape(
         "layer",
         index,
@@ -164,15 +166,34 @@ def _regather(run: SimulationRun, unit: UnitSizes, index: int) -> None:
     )
 
 
+def _prefetch(run: SimulationRun, index: int, *, held: int) -> None:
+    """Record FSDP2's gather of the next unit: for a moment it also holds the shards it has cast."""
+    job, following = run.job, _unit_ahead(run, index)
+    if following is None or job.recipe.compute is job.recipe.parameters:
+        return
+    run.ledger.record(
+        "layer",
+        index,
+        "gathered next unit",
+        request_bytes=following.gathered_bytes,
+        communication=held + following.gathered_bytes + following.compute_shard_bytes,
+        temporaries=job.input_bytes,  # the incoming gradient
+    )
+
+
 def _gathered_ahead(run: SimulationRun, index: int) -> int:
     """Return the bytes of the next unit of backward, gathered while this one computes."""
-    job = run.job
-    if job.keeps_unsharded or (job.fsdp1 and job.recipe.prefetch is not Prefetch.PRE):
-        return 0
-    following = job.units.layers[index - 1] if index > 0 else job.units.embedding
+    following = _unit_ahead(run, index)
     if following is None:
         return 0
-    return following.unsharded_parameter_bytes if job.fsdp1 else following.gathered_bytes
+    return following.unsharded_parameter_bytes if run.job.fsdp1 else following.gathered_bytes
+
+
+def _unit_ahead(run: SimulationRun, index: int) -> UnitSizes | None:
+    job = run.job
+    if job.keeps_unsharded or (job.fsdp1 and job.recipe.prefetch is not Prefetch.PRE):
+        return None
+    return job.units.layers[index - 1] if index > 0 else job.units.embedding
 
 
 def _reduce(

@@ -43,6 +43,8 @@ class ExpertOperations(Operations):
 
     def route(self, x: Value) -> Route:
         """Run the router: a linear layer, a softmax in float32, the best experts."""
+        if self.dims.family is Family.GPT_OSS:
+            return self._route_by_logits(x)
         tape, experts, width = self.tape, self._experts, self.value_bytes
         scores_bytes = 4 * self.count * experts.num_experts
         chosen_bytes = 4 * self.count * experts.per_token
@@ -74,6 +76,19 @@ class ExpertOperations(Operations):
             weights = self.downcast(chosen, chosen_bytes * width // 4, "router")
         else:
             return Route(logits, chosen, indices)
+        tape.drop(chosen)
+        return Route(logits, weights, indices)
+
+    def _route_by_logits(self, x: Value) -> Route:
+        """GPT-OSS: the best logits, and a softmax over those alone."""
+        tape, experts = self.tape, self._experts
+        scores_bytes = self.count * experts.num_experts * self.value_bytes
+        chosen_bytes = self.count * experts.per_token * self.value_bytes
+        logits = self.linear(x, scores_bytes, "router", bias=True)
+        indices = tape.op("router", self.count * experts.per_token * _INDEX_BYTES)
+        gradient = Gradient(logits, scores_bytes, (scores_bytes,))
+        chosen = tape.op("router", chosen_bytes, [gradient], saves=[indices])
+        weights = tape.op("router", chosen_bytes, [Gradient(chosen, chosen_bytes)], saves_out=True)
         tape.drop(chosen)
         return Route(logits, weights, indices)
 
@@ -121,7 +136,7 @@ class ExpertOperations(Operations):
             "expert weights", weight_bytes, [Gradient(weights, weight_bytes)], saves=order[1:]
         )
         histogram = tape.op("expert order", 4 * rows)
-        outputs = self._expert_mlp(inputs, rows)
+        outputs, biases = self._expert_mlp(inputs, rows)
         weighted = tape.op(
             "weighted expert outputs",
             weighted_bytes,
@@ -140,7 +155,7 @@ class ExpertOperations(Operations):
         summed_bytes = output_bytes * weighted_bytes // row_bytes
         summed = tape.op("expert output", summed_bytes, [Gradient(ordered, weighted_bytes)])
         out = self.downcast(summed, output_bytes, "expert output")
-        tape.drop(summed, ordered, inverse, outputs, histogram, row_weights, inputs, *order)
+        tape.drop(summed, ordered, inverse, outputs, biases, histogram, row_weights, inputs, *order)
         return out
 
     def _weighing_gradients(
@@ -158,33 +173,63 @@ class ExpertOperations(Operations):
             Gradient(row_weights, row_weights.size_bytes),
         ]
 
-    def _expert_mlp(self, inputs: Value, rows: int) -> Value:
-        """down(act(gate) * up) of all rows, gate and up in one grouped product."""
+    def _expert_mlp(self, inputs: Value, rows: int) -> tuple[Value, Value]:
+        """down(act(gate) * up) of all rows, gate and up in one grouped product.
+
+        Also return the rows' biases, which are named until all is done; empty without any.
+        """
         tape, experts, h, c = self.tape, self._experts, self.dims.hidden_size, self.value_bytes
         inner = rows * experts.intermediate_size * c
         weight = experts.num_experts * experts.intermediate_size * h * c
+        biased = self.dims.family is Family.GPT_OSS
+        up_bias = tape.op("expert biases", 2 * inner if biased else 0)
         both = tape.op(
             "expert gate and up",
             2 * inner,
             [Gradient(inputs, inputs.size_bytes)],
             saves=[inputs],
-            weight_bytes=[2 * weight],
+            weight_bytes=[2 * weight, *([2 * weight // h] if biased else ())],
         )
-        gate, up = tape.split("expert gate and up", both, (inner, inner))
-        active = self.unary(gate, "activation")
-        product = tape.op(
-            "expert product",
-            inner,
-            [Gradient(active, inner), Gradient(up, inner)],
-            saves=[active, up],
-        )
-        tape.drop(active, gate, up, both)
+        product = self._clamped_gate(both, inner) if biased else self._gate(both, inner)
+        tape.drop(both)
+        down_bias = tape.op("expert biases", inputs.size_bytes if biased else 0)
+        tape.drop(up_bias)
         down = tape.op(
             "expert down",
             inputs.size_bytes,
             [Gradient(product, inner)],
             saves=[product],
-            weight_bytes=[weight],
+            weight_bytes=[weight, *([experts.num_experts * h * c] if biased else ())],
         )
         tape.drop(product)
-        return down
+        return down, down_bias
+
+    def _gate(self, both: Value, inner: int) -> Value:
+        tape = self.tape
+        gate, up = tape.split("expert gate and up", both, (inner, inner))
+        active = self.unary(gate, "activation")
+        gradients = [Gradient(active, inner), Gradient(up, inner)]
+        product = tape.op("expert product", inner, gradients, saves=[active, up])
+        tape.drop(active, gate, up)
+        return product
+
+    def _clamped_gate(self, both: Value, inner: int) -> Value:
+        """GPT-OSS: (clamp(up) + 1) * g * sigmoid(alpha g), g = clamp(gate), both every second value."""
+        tape, mask = self.tape, inner // self.value_bytes
+        # Slices are views, the gradient of each a whole tensor.
+        slices = [tape.op("expert gate", 0, [Gradient(both, both.size_bytes)]) for _ in range(2)]
+        gate, up = (
+            tape.op("expert gate", inner, [Gradient(x, inner, (mask,) * masks)], saves=[both])
+            for x, masks in zip(slices, (1, 2), strict=True)
+        )
+        scaled = tape.op("expert gate", inner, [Gradient(gate, inner)])
+        sigmoid = tape.op("activation", inner, [Gradient(scaled, inner)], saves_out=True)
+        tape.drop(scaled)
+        gradients = [Gradient(gate, inner), Gradient(sigmoid, inner)]
+        active = tape.op("activation", inner, gradients, saves=[gate, sigmoid])
+        tape.drop(sigmoid)
+        shifted = tape.op("expert product", inner, [Gradient(up, alias=True)])
+        gradients = [Gradient(shifted, inner), Gradient(active, inner)]
+        product = tape.op("expert product", inner, gradients, saves=[shifted, active])
+        tape.drop(shifted, active, gate, up, *slices)
+        return product

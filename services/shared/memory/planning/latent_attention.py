@@ -69,7 +69,7 @@ class LatentAttention(Operations):
     def _rotate(self, query: Value, key: Value) -> tuple[Value, Value]:
         if self.dims.family is Family.DEEPSEEK_V2:
             return self._rotate_complex(query, key)
-        return self._rotate_pairs(query), self._rotate_pairs(key)
+        return self.rotate_pairs(query), self.rotate_pairs(key)
 
     def _rotate_complex(self, *inputs: Value) -> tuple[Value, Value]:
         """A product of complex numbers in float32, of queries and keys together."""
@@ -83,21 +83,6 @@ class LatentAttention(Operations):
         tape.drop(*upcast)
         query, key = results
         return query, key
-
-    def _rotate_pairs(self, x: Value) -> Value:
-        """cat(x1 cos - x2 sin, x2 cos + x1 sin), where x1 and x2 are every second value."""
-        tape, half = self.tape, x.size_bytes // 2
-        first, second = tape.split("rotary", x, (half, half))
-        parts = []
-        for left, right in ((first, second), (second, first)):
-            cosine = tape.op("rotary", half, [Gradient(left, half)])
-            sine = tape.op("rotary", half, [Gradient(right, half)])
-            both = [Gradient(cosine, alias=True), Gradient(sine, alias=True)]
-            parts.append(tape.op("rotary", half, both))
-            tape.drop(cosine, sine)
-        out = tape.op("rotary", x.size_bytes, [Gradient(part, alias=True) for part in parts])
-        tape.drop(*parts, first, second)
-        return out
 
     def _expand(self, latents: Value, turned_key: Value) -> tuple[Value, Value, Value]:
         """Return the projected keys and values, the whole keys, and the values, a view of the first."""

@@ -170,7 +170,7 @@ def shared_input_bytes(dims: Dimensions, tokens: Tokens) -> int:
 
 
 # transformers builds both masks for these, whether or not a text is longer than the window.
-_MIXED_WINDOWS = {Family.GEMMA2, Family.GEMMA3, Family.MODERNBERT}
+_MIXED_WINDOWS = {Family.GEMMA2, Family.GEMMA3, Family.MODERNBERT, Family.GPT_OSS}
 _OPTIONAL_WINDOWS = {Family.QWEN2, Family.QWEN3}
 _WITHOUT_ROTARY = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.OPT}
 

@@ -48,12 +48,15 @@ def play_layer(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value, *, recomp
     """
     layer = _Layer(tape, dims, tokens, recompute=recompute)
     if dims.family in BERT_LIKE:
-        return layer.post_norm(x)
-    if dims.family in _GATED_DECODERS:
-        return layer.gated_decoder(x)
-    if dims.family is Family.MODERNBERT:
-        return layer.modernbert(x)
-    return layer.pre_norm(x)
+        out = layer.post_norm(x)
+    elif dims.family in _GATED_DECODERS:
+        out = layer.gated_decoder(x)
+    elif dims.family is Family.MODERNBERT:
+        out = layer.modernbert(x)
+    else:
+        out = layer.pre_norm(x)
+    tape.release_held()
+    return out
 
 
 def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> Value:
@@ -180,6 +183,8 @@ class _Layer(ExpertOperations, LatentAttention):
             rotated_query = self.downcast(wide[0], heads.query_bytes, "rotary")
             rotated_key = self.downcast(wide[1], heads.key_bytes, "rotary")
             tape.drop(*wide)
+        elif dims.family is Family.GPT_OSS:
+            rotated_query, rotated_key = self.rotate_pairs(query), self.rotate_pairs(key)
         else:
             rotated_query, rotated_key = self.apply_rope(query), self.apply_rope(key)
         tape.drop(query, key)

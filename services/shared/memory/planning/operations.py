@@ -36,6 +36,8 @@ class Tokens(NamedTuple):
 _ROTATED_DIVISOR = {Family.PHI3: 1, Family.GLM: 2, Family.GLM4: 2, Family.GPT_NEOX: 4}
 
 
+# Their norms multiply by the weight before they cast down.
+_FLOAT32_NORM_WEIGHT = frozenset({Family.GEMMA, Family.GEMMA2, Family.GEMMA3, Family.GPT_OSS})
 # OPT drops hidden states only: attention_dropout is 0 in its configs.
 _ATTENTION_DROPOUT = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE}
 
@@ -52,13 +54,14 @@ class Operations:
         self.hidden_bytes = self.count * dims.hidden_size * self.value_bytes
         self.wide_bytes = self.count * dims.intermediate_size * self.value_bytes
         self.output_bytes = 0 if recompute else self.hidden_bytes
-        self.gemma = dims.family in (Family.GEMMA, Family.GEMMA2, Family.GEMMA3)
+        self.float32_norm_weight = dims.family in _FLOAT32_NORM_WEIGHT
         self.sandwich = dims.family in (Family.GEMMA2, Family.GEMMA3, Family.GLM4)
         self.kernel = Kernel(
             tokens.attention,
             mask=tokens.mask,
             dropout=dims.dropout and tokens.training and dims.family in _ATTENTION_DROPOUT,
             softcap=dims.family is Family.GEMMA2,
+            sinks=dims.family is Family.GPT_OSS,
             softmax_float32=dims.family not in BERT_LIKE | {Family.GPT2},
             cpu=tokens.cpu_kernels,
             head_major_queries=dims.family in _ROTATED_DIVISOR or dims.latent is not None,
@@ -169,8 +172,8 @@ class Operations:
             saves=[upcast, inverse],
         )
         tape.drop(upcast)
-        if self.gemma:
-            out = self._gemma_weight(scaled, x, width, what)
+        if self.float32_norm_weight:
+            out = self._float32_weight(scaled, x, width, what)
             tape.drop(scaled)
         else:
             narrow = self.downcast(scaled, x.size_bytes, what)
@@ -199,8 +202,8 @@ class Operations:
             return x
         return self.tape.op(what, size_bytes, [Gradient(x, x.size_bytes)])
 
-    def _gemma_weight(self, scaled: Value, x: Value, width: int, what: str) -> Value:
-        """Gemma multiplies by (1 + weight) in float32, and casts down afterwards."""
+    def _float32_weight(self, scaled: Value, x: Value, width: int, what: str) -> Value:
+        """Multiply by the norm's weight (Gemma: one more than it) in float32, and cast down afterwards."""
         wide = scaled.size_bytes
         product = self.tape.op(
             what,
@@ -248,6 +251,21 @@ class Operations:
         )
         tape.drop(out)
         return concatenated
+
+    def rotate_pairs(self, x: Value) -> Value:
+        """cat(x1 cos - x2 sin, x2 cos + x1 sin), where x1 and x2 are the halves of each head."""
+        tape, half = self.tape, x.size_bytes // 2
+        first, second = tape.split("rotary", x, (half, half))
+        parts = []
+        for left, right in ((first, second), (second, first)):
+            cosine = tape.op("rotary", half, [Gradient(left, half)])
+            sine = tape.op("rotary", half, [Gradient(right, half)])
+            both = [Gradient(cosine, alias=True), Gradient(sine, alias=True)]
+            parts.append(tape.op("rotary", half, both))
+            tape.drop(cosine, sine)
+        out = tape.op("rotary", x.size_bytes, [Gradient(part, alias=True) for part in parts])
+        tape.drop(*parts, first, second)
+        return out
 
     def apply_rope_in_float32(self, x: Value) -> Value:
         """ModernBERT rotates in float32, and upcasts the input once for each of the two products."""
