@@ -211,6 +211,13 @@ def _dimensions(family: Family, keys: _Keys) -> Dimensions:
         )
     wide = 4 * h if family is Family.BLOOM else keys.size("intermediate_size", 4 * h)
     experts = _experts(family, keys) if family in EXPERT_FAMILIES else None
+    if family is Family.FALCON and (
+        keys.flag("alibi") or not keys.flag("parallel_attn", default=True)
+    ):
+        raise InvalidInput(
+            "model.alibi",
+            "Falcon models with ALiBi or without parallel attention (falcon-rw) are not described",
+        )
     qkv_bias, output_bias, mlp_bias = _biases(family, keys)
     return Dimensions(
         family=family,

@@ -24,15 +24,16 @@ class Kernel(NamedTuple):
     head_major_queries: bool = False
     causal: bool = True
     narrow_values: bool = False
+    broadcast: bool = False
     softcap: bool = False
     sinks: bool = False
 
     @property
     def effective(self) -> Attention:
-        """The kernel that runs: torch's flash kernel for CPUs knows neither dropout nor values of another
-        width than the keys, and falls back to math.
+        """The kernel that runs: torch falls back to math where keys are broadcast to queries and, on CPUs,
+        for dropout and for values of another width than the keys.
         """
-        unknown = self.cpu and (self.dropout or self.narrow_values)
+        unknown = self.broadcast or (self.cpu and (self.dropout or self.narrow_values))
         return Attention.MATH if self.requested is Attention.SDPA and unknown else self.requested
 
 
@@ -83,7 +84,11 @@ def attend(tape: Tape, heads: Heads, kernel: Kernel, inputs: tuple[Value, Value,
     query, key, value = inputs
     grouped = heads.num_kv_heads < heads.num_heads
     # transformers leaves grouped heads to sdpa only where no mask is given.
-    repeats = grouped and (kernel.mask or kernel.sinks or kernel.requested is Attention.EAGER)
+    repeats = (
+        grouped
+        and not kernel.broadcast
+        and (kernel.mask or kernel.sinks or kernel.requested is Attention.EAGER)
+    )
     if repeats:
         key, value = (_repeat_heads(tape, heads, x) for x in (key, value))
     if kernel.sinks:
@@ -249,9 +254,8 @@ def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     if kernel.head_major_queries:
         factors = scaled
     else:
-        factors = [
-            tape.op("attention inputs", x.size_bytes, [Gradient(x, alias=True)]) for x in scaled
-        ]
+        whole = sizes[0]  # of the queries, to which one key head is expanded
+        factors = [_expanded(tape, x, whole) for x in scaled]
     gradients = [Gradient(x, x.size_bytes) for x in factors]
     product = tape.op("attention scores", scores, gradients, saves=factors)
     # The scaled queries are still named.
@@ -265,11 +269,11 @@ def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     if kernel.dropout:
         weights = _attention_dropout(tape, heads, kernel, weights)
     lowered = tape.op("attention weights", heads.scores * heads.value_bytes)
-    contiguous_value = tape.op("attention inputs", sizes[2], [Gradient(upcast[2], alias=True)])
+    contiguous_value = _expanded(tape, upcast[2], max(context_bytes, sizes[2]))
     context = tape.op(
         "attention context",
         context_bytes,
-        [Gradient(contiguous_value, sizes[2]), Gradient(weights, scores)],
+        [Gradient(contiguous_value, contiguous_value.size_bytes), Gradient(weights, scores)],
         saves=[weights, contiguous_value],
     )
     out = tape.op("attention context", heads.context_bytes, [Gradient(context, context_bytes)])
@@ -277,6 +281,13 @@ def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     final = tape.op("attention context", heads.context_bytes, [Gradient(out, alias=True)])
     tape.drop(out)
     return final
+
+
+def _expanded(tape: Tape, x: Value, size_bytes: int) -> Value:
+    """A contiguous copy, of a single head once for each query head."""
+    if x.size_bytes == size_bytes:
+        return tape.op("attention inputs", size_bytes, [Gradient(x, alias=True)])
+    return tape.op("attention inputs", size_bytes, [Gradient(x, x.size_bytes)])
 
 
 _Inputs = tuple[Value, Value, Value]

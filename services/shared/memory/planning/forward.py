@@ -23,6 +23,8 @@ def record_forward(run: SimulationRun, *, first: bool) -> None:
     base = ledger.activations
     for index in run.indices():
         ledger.activations = base + run.saved_before(index)
+        if job.recipe.activation_checkpointing and index:
+            ledger.activations += job.layers[index - 1].returned_bytes
         _enter_layer(run, index)
         ledger.record_tape("layer", index, job.layers[index].forward)
         _leave_layer(run, index)
@@ -40,7 +42,7 @@ def record_inference(run: SimulationRun) -> None:
     _enter_root(run)
     for index in run.indices():
         # The layer's input, besides the embedding's output, which is held to the end.
-        held = job.input_bytes if index else 0
+        held = job.input_bytes + job.layers[index - 1].returned_bytes if index else 0
         ledger.activations += held
         _enter_layer(run, index)
         ledger.record_tape("layer", index, job.layers[index].inference)

@@ -18,12 +18,14 @@ class LayerCost(NamedTuple):
 
     The caller counts the input; `backward` counts the gradient of the output, but not what forward
     saved. `saved_bytes` stay from forward to backward where nothing is recomputed,
-    the input among them where `saves_input`: that of a layer whose norm comes last.
+    the input among them where `saves_input`: that of a layer whose norm comes last. `returned_bytes`
+    are attention weights that the model holds, though nothing reads them, until the next layer returns.
     """
 
     input_bytes: int
     saved_bytes: int
     saves_input: bool
+    returned_bytes: int
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
     inference: tuple[Moment, ...]
@@ -74,6 +76,7 @@ def layer_cost(
         input_bytes=rounded(size),
         saved_bytes=saving.saved_bytes,
         saves_input=saving.saves_input,
+        returned_bytes=plain.saved_bytes,
         forward=plain.moments if checkpointed else saving.moments,
         backward=_backward(dims, tokens, size, checkpointed=checkpointed, adding=adding),
         inference=inference.moments,
@@ -140,7 +143,7 @@ def embedding_saved_bytes(dims: Dimensions, tokens: Tokens) -> int:
     return kept
 
 
-_EMBEDDING_NORM = BERT_LIKE | {Family.MODERNBERT}
+_EMBEDDING_NORM = BERT_LIKE | {Family.MODERNBERT, Family.BLOOM}
 _EMBEDDING_DROPOUT = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE}
 
 
@@ -148,7 +151,8 @@ def mask_bytes(dims: Dimensions, tokens: Tokens) -> int:
     """Return the bytes of the attention masks that layers share: one, or two where only some layers
     have a sliding window."""
     if not tokens.mask:
-        return 0
+        # Falcon always makes one, of boolean values, for all texts of the batch.
+        return rounded(tokens.sequence_length**2) if dims.family is Family.FALCON else 0
     value = tokens.value_bytes if tokens.attention is Attention.EAGER else 1
     mask = rounded(tokens.batch * tokens.sequence_length**2 * value)
     mixed = dims.family in _MIXED_WINDOWS or (dims.family in _OPTIONAL_WINDOWS and dims.window)
@@ -172,7 +176,7 @@ def shared_input_bytes(dims: Dimensions, tokens: Tokens) -> int:
 # transformers builds both masks for these, whether or not a text is longer than the window.
 _MIXED_WINDOWS = {Family.GEMMA2, Family.GEMMA3, Family.MODERNBERT, Family.GPT_OSS}
 _OPTIONAL_WINDOWS = {Family.QWEN2, Family.QWEN3}
-_WITHOUT_ROTARY = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.OPT}
+_WITHOUT_ROTARY = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.OPT, Family.BLOOM}
 
 
 class _Forward(NamedTuple):
@@ -186,6 +190,8 @@ def _forward(dims: Dimensions, tokens: Tokens, size: int, *, saving: bool) -> _F
     x = tape.external(size, "layer input")
     holders = x.holders
     out = play_layer(tape, dims, tokens, x, recompute=False)
+    if dims.family is not Family.BLOOM:  # whose model holds all that a layer returns until the next
+        tape.release_held()
     saves_input = x.holders > holders
     saved = tape.live_bytes - out.size_bytes + (x.size_bytes if saves_input else 0)
     return _Forward(tuple(tape.records), saved, saves_input)
@@ -200,10 +206,12 @@ def _backward(
     if checkpointed:
         gradient = tape.op("incoming gradient", size)
         out = play_layer(tape, dims, tokens, x, recompute=True)
+        tape.release_held()
         tape.drop(out)
         tape.play_backward(out, gradient)
         return tuple(tape.records)
     out = play_layer(tape, dims, tokens, x, recompute=False)
+    tape.release_held()
     tape.drop(out)
     saved = tape.live_bytes
     tape.reset_records()

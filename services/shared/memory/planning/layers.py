@@ -18,6 +18,7 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning.allocation_tape import Gradient, Tape, Value
 from services.shared.memory.planning.attention import attend
 from services.shared.memory.planning.experts import ExpertOperations
+from services.shared.memory.planning.fused_decoders import FusedDecoders
 from services.shared.memory.planning.latent_attention import LatentAttention
 from services.shared.memory.planning.operations import Tokens
 
@@ -25,7 +26,15 @@ PLANNED_FAMILIES = (
     LLAMA_LIKE
     | BERT_LIKE
     | PHI_LIKE
-    | {Family.MODERNBERT, Family.GPT2, Family.GPT_NEOX, Family.GPT_BIGCODE, Family.OPT}
+    | {
+        Family.MODERNBERT,
+        Family.GPT2,
+        Family.GPT_NEOX,
+        Family.GPT_BIGCODE,
+        Family.OPT,
+        Family.FALCON,
+        Family.BLOOM,
+    }
     | EXPERT_FAMILIES
 )
 _GATED_DECODERS = LLAMA_LIKE | PHI_LIKE | EXPERT_FAMILIES
@@ -42,7 +51,7 @@ def check_planned(dims: Dimensions) -> None:
 
 
 def play_layer(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value, *, recompute: bool) -> Value:
-    """Run one layer on `tape` from its input `x`; return its output.
+    """Run one layer on `tape` from its input `x`; return its output. The caller releases what is held.
 
     `recompute` leaves out what checkpointing skips: everything after the last saved tensor.
     """
@@ -53,9 +62,12 @@ def play_layer(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value, *, recomp
         out = layer.gated_decoder(x)
     elif dims.family is Family.MODERNBERT:
         out = layer.modernbert(x)
+    elif dims.family is Family.FALCON:
+        out = layer.falcon(x)
+    elif dims.family is Family.BLOOM:
+        out = layer.bloom(x)
     else:
         out = layer.pre_norm(x)
-    tape.release_held()
     return out
 
 
@@ -69,7 +81,7 @@ def play_final_norm(tape: Tape, dims: Dimensions, tokens: Tokens, x: Value) -> V
     return layer.layer_norm(x, "final norm")
 
 
-class _Layer(ExpertOperations, LatentAttention):
+class _Layer(ExpertOperations, LatentAttention, FusedDecoders):
     """A layer as the sequence of its operations."""
 
     def gated_decoder(self, x: Value) -> Value:

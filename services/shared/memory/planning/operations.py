@@ -58,7 +58,7 @@ class Operations:
         self.sandwich = dims.family in (Family.GEMMA2, Family.GEMMA3, Family.GLM4)
         self.kernel = Kernel(
             tokens.attention,
-            mask=tokens.mask,
+            mask=tokens.mask or dims.family is Family.FALCON,
             dropout=dims.dropout and tokens.training and dims.family in _ATTENTION_DROPOUT,
             softcap=dims.family is Family.GEMMA2,
             sinks=dims.family is Family.GPT_OSS,
@@ -66,6 +66,7 @@ class Operations:
             cpu=tokens.cpu_kernels,
             head_major_queries=dims.family in _ROTATED_DIVISOR or dims.latent is not None,
             causal=dims.family not in BERT_LIKE,
+            broadcast=dims.family is Family.FALCON and dims.num_kv_heads == 1,
             narrow_values=dims.value_head_dim != dims.query_head_dim,
         )
         self.heads = Heads(
@@ -235,7 +236,11 @@ class Operations:
 
         Where only a part of each head is rotated, the rest is concatenated to it in a new tensor.
         """
-        tape, whole = self.tape, x.size_bytes
+        return self.apply_rope_of(x, x.size_bytes)
+
+    def apply_rope_of(self, x: Value, whole: int) -> Value:
+        """The same for `x` of `whole` bytes, which a view has none of its own of."""
+        tape = self.tape
         size = whole // _ROTATED_DIVISOR.get(self.dims.family, 1)
         cosine = tape.op("rotary", size, [Gradient(x, size)])
         rotated = tape.op("rotary", size, [Gradient(x, size, (size,))], extra_bytes=[size // 2])
