@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, PretrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoConfig, AutoModel, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -224,11 +224,17 @@ def build_classifier(
 ) -> Classifier:
     """Return an untrained classifier, initialised by torch's generator or empty under `device("meta")`.
 
-    Raises ValueError for an architecture that is neither decoder nor encoder.
+    Architectures without fused attention in transformers (BLOOM, GPT-OSS) get their own instead of
+    "sdpa". Raises ValueError for an architecture that is neither decoder nor encoder.
     """
     is_causal(config)
     factory: Any = AutoModel
-    backbone = factory.from_config(config, attn_implementation=attention, dtype=dtype)
+    fused = getattr(MODEL_MAPPING[type(config)], "_supports_sdpa", True)
+    backbone = factory.from_config(
+        config,
+        attn_implementation=attention if fused or attention != "sdpa" else "eager",
+        dtype=dtype,
+    )
     return wrap_backbone(backbone, heads)
 
 

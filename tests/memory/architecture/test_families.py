@@ -1,9 +1,10 @@
 """Families, engines and recipes against dry runs of small models.
 
 Each trace: exact peaks of live storage on rank 0 by phase, two optimizer steps, under fake tensors and
-a fake process group (torch 2.13 CPU, transformers 5.24, 2026-11-29; GPT-2, GLM, GLM-4 and Qwen3-VL
-2026-12-01). GPT-2's model holds its summed embeddings through forward, which the plan leaves out:
-with checkpointing its forward peaks are not recorded.
+a fake process group (torch 2.13 CPU, transformers 5.24, 2026-11-29; GPT-2, GLM, GLM-4, Qwen3-VL, mixtures
+of experts, Falcon and BLOOM 2026-12-01). DeepSeek-V3's correction bias, a buffer, was left out of its
+state. GPT-2's model holds its summed embeddings through forward, which the plan leaves out: with
+checkpointing its forward peaks are not recorded.
 """
 
 import json
@@ -22,6 +23,8 @@ from services.shared.memory.recipe import Recipe
 
 _FILE = Path(__file__).parents[2] / "data/memory/family_traces.json"
 _TRACES = json.loads(_FILE.read_text(encoding="utf-8"))
+# Followed tensor by tensor.
+_EXACT = {"mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "falcon", "bloom"}
 # Written from reading their code and one trace each, without following every tensor.
 _COARSE = {"gpt2", "modernbert", "gpt_neox", "gpt_bigcode", "opt"}
 # One dimension set each is traced; these share every operation with one that is.
@@ -39,7 +42,8 @@ def _peaks(trace: dict[str, Any]) -> dict[str, int]:
     for point in planned.points:
         live = point.live_bytes
         if point.phase is PlanPhase.EVALUATION:
-            # The traced evaluation ran before any step: no optimizer state was there yet.
+            # "eval" was traced before any step, without optimizer state; "evaluation" after the last.
+            peaks["evaluation"] = max(peaks.get("evaluation", 0), live)
             name, live = "eval", live - point.components.optimizer
         elif point.phase is PlanPhase.OPTIMIZER_STEP:
             name = f"{point.step - 1}opt"
@@ -55,6 +59,8 @@ def _peaks(trace: dict[str, Any]) -> dict[str, int]:
 def test_every_phase_of_a_dry_run_is_met(trace: dict[str, Any]) -> None:
     planned = _peaks(trace)
     allowed = 0.004 if trace["model_type"] in _COARSE else 0.0015
+    if trace["model_type"] in _EXACT:
+        allowed = 0.0002
     for name, traced in trace["phase_peaks_bytes"].items():
         # What only the model's forward names (OPT's position embeddings, an embedding's gather) is
         # not followed: it is gone before the peak.

@@ -38,6 +38,7 @@ LLAMA = {
                 "model_type": "deepseek_v3",
                 "n_routed_experts": 4,
                 "moe_intermediate_size": 8,
+                "num_experts_per_tok": 2,
                 "n_shared_experts": "many",
             },
             "model.n_shared_experts",

@@ -61,6 +61,7 @@ _CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {**_MOE, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32}),
     ("deepseek_v2", {**_LATENT, "q_lora_rank": None}),
     ("deepseek_v3", {**_LATENT, "q_lora_rank": 12}),
+    ("gpt_oss", {**_MOE, "num_local_experts": 4, "head_dim": 16, "pad_token_id": 0}),
     ("bert", {}),
     ("roberta", {"max_position_embeddings": 130, "type_vocab_size": 1}),
     ("xlm-roberta", {"type_vocab_size": 1}),

@@ -366,7 +366,7 @@ def test_an_invalid_number_of_ranks_is_rejected(ranks: int, words: str) -> None:
         _golden(ranks)
 
 
-@pytest.mark.parametrize("name", ["falcon-7b", "t5-small", "mixtral-8x7b", "bloom-560m"])
+@pytest.mark.parametrize("name", ["t5-small", "flan-t5-xl"])
 def test_a_family_whose_activations_are_unknown_is_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match="its activations are not; accepted: bert"):
         plan(from_preset(name), Recipe(), machine("a100-80", ranks=2))

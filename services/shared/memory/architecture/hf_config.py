@@ -115,12 +115,18 @@ def config_of(dims: Dimensions) -> dict[str, Any]:
         "pad_token_id": 0,  # the default is that of the published vocabulary
         "tie_word_embeddings": dims.tied,
     }
-    if family in LLAMA_LIKE or family in PHI_LIKE:
+    if family in LLAMA_LIKE or family in PHI_LIKE or family in EXPERT_FAMILIES:
         config |= {"num_key_value_heads": dims.num_kv_heads, "head_dim": dims.head_dim}
         config["sliding_window"] = dims.window
+    if dims.experts:
+        config |= _experts_config(family, dims.experts)
+    if dims.latent:
+        config |= _latent_config(dims.latent)
+    if family is Family.FALCON:
+        config |= _falcon_config(dims)
     if family in _WINDOW_SWITCHES:
         config["use_sliding_window"] = dims.window is not None
-    biased = LLAMA_LIKE | {Family.MODERNBERT, Family.GLM, Family.GLM4}
+    biased = LLAMA_LIKE | EXPERT_FAMILIES | {Family.MODERNBERT, Family.GLM, Family.GLM4}
     if family is not Family.QWEN2 and family in biased:
         config["attention_bias"] = dims.attention_bias
     if family in (Family.LLAMA, Family.GRANITE, Family.MODERNBERT):
@@ -139,6 +145,51 @@ def config_of(dims: Dimensions) -> dict[str, Any]:
     if dimensions_of(written) != dims:
         raise InvalidInput("model", f"the sizes of this {family} model do not determine a config")
     return written
+
+
+def _experts_config(family: Family, experts: Experts) -> dict[str, Any]:
+    config: dict[str, Any] = {"num_experts_per_tok": experts.per_token}
+    if family in (Family.MIXTRAL, Family.GPT_OSS):
+        return config | {
+            "num_local_experts": experts.num_experts,
+            "intermediate_size": experts.intermediate_size,
+        }
+    config |= {"moe_intermediate_size": experts.intermediate_size}
+    if family is Family.QWEN3_MOE:
+        return config | {
+            "num_experts": experts.num_experts,
+            "norm_topk_prob": experts.normalised,
+        }
+    return config | {
+        "n_routed_experts": experts.num_experts,
+        "n_shared_experts": experts.shared_experts,
+        "first_k_dense_replace": experts.dense_layers,
+        "n_group": experts.groups,
+        "topk_group": 1,
+        "norm_topk_prob": experts.normalised,
+    }
+
+
+def _latent_config(latent: Latent) -> dict[str, Any]:
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_rope_head_dim": latent.rope_dim,
+        "qk_nope_head_dim": latent.nope_dim,
+        "v_head_dim": latent.value_dim,
+    }
+
+
+def _falcon_config(dims: Dimensions) -> dict[str, Any]:
+    grouped = dims.num_kv_heads > 1
+    return {
+        "new_decoder_architecture": grouped,
+        "multi_query": not grouped,
+        "num_kv_heads": dims.num_kv_heads,
+        "num_ln_in_parallel_attn": dims.parallel_norms,
+        "bias": dims.attention_bias,
+        "alibi": False,
+    }
 
 
 class _Keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 
@@ -121,6 +122,19 @@ def _t5(sizes: tuple[int, int, int, int, int], *, gated: bool = False) -> Dimens
     )
 
 
+def _gpt_oss(layers: int, num_experts: int) -> Dimensions:
+    return replace(
+        _decoder(
+            _F.GPT_OSS,
+            (2880, 2880, layers, 64, 8, 64, 201088),
+            window=128,
+            experts=Experts(num_experts, 2880, 4),
+        ),
+        attention_bias=True,
+        output_bias=True,
+    )
+
+
 PRESETS: dict[str, Dimensions] = {
     "qwen3-0.6b": _decoder(_F.QWEN3, (1024, 3072, 28, 16, 8, 128, 151936), tied=True),
     "qwen3-1.7b": _decoder(_F.QWEN3, (2048, 6144, 28, 16, 8, 128, 151936), tied=True),
@@ -218,6 +232,14 @@ PRESETS: dict[str, Dimensions] = {
         experts=Experts(64, 1408, 6, shared_experts=2, dense_layers=1),
         latent=Latent(None, 512, rope_dim=64, nope_dim=128, value_dim=128),
     ),
+    "moonlight-16b-a3b": _decoder(
+        _F.DEEPSEEK_V3,
+        (2048, 11264, 27, 16, 16, 128, 163840),
+        experts=Experts(64, 1408, 6, normalised=True, shared_experts=2, dense_layers=1),
+        latent=Latent(None, 512, rope_dim=64, nope_dim=128, value_dim=128),
+    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "deepseek-v3": _decoder(
         _F.DEEPSEEK_V3,
         (7168, 18432, 61, 128, 128, 128, 129280),
@@ -308,6 +330,7 @@ _ALSO_KNOWN_AS = {
     "deepseek-r1": "deepseek-v3",
     "deepseek-v3-16b": "deepseek-v2-lite",
     "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
     "qwen3-vl-2b": "qwen3-1.7b",
     "qwen3-vl-4b": "qwen3-4b",
     "qwen3-vl-8b": "qwen3-8b",

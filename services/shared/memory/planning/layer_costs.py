@@ -6,7 +6,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from services.shared.memory.architecture.dimensions import BERT_LIKE, Dimensions, Family
+from services.shared.memory.architecture.dimensions import (
+    BERT_LIKE,
+    EAGER_ONLY,
+    Dimensions,
+    Family,
+)
 from services.shared.memory.planning.allocation_tape import Moment, Tape, Value, rounded
 from services.shared.memory.planning.layers import play_final_norm, play_layer
 from services.shared.memory.planning.operations import Tokens
@@ -150,10 +155,11 @@ _EMBEDDING_DROPOUT = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE}
 def mask_bytes(dims: Dimensions, tokens: Tokens) -> int:
     """Return the bytes of the attention masks that layers share: one, or two where only some layers
     have a sliding window."""
-    if not tokens.mask:
+    eager = tokens.attention is Attention.EAGER or dims.family in EAGER_ONLY
+    if not (tokens.mask or dims.family in EAGER_ONLY):
         # Falcon always makes one, of boolean values, for all texts of the batch.
         return rounded(tokens.sequence_length**2) if dims.family is Family.FALCON else 0
-    value = tokens.value_bytes if tokens.attention is Attention.EAGER else 1
+    value = tokens.value_bytes if eager else 1
     mask = rounded(tokens.batch * tokens.sequence_length**2 * value)
     mixed = dims.family in _MIXED_WINDOWS or (dims.family in _OPTIONAL_WINDOWS and dims.window)
     return 2 * mask if mixed else mask
