@@ -100,6 +100,9 @@ class AppContext:
     maintenance: Maintenance = field(init=False)
     event_streams: EventStreams = field(init=False)
     stream_limiter: StreamLimiter = field(init=False)
+    download_limiter: StreamLimiter = field(
+        default_factory=lambda: StreamLimiter(max_streams=16, max_per_caller=4, what="downloads")
+    )
 
     def __post_init__(self) -> None:
         settings = self.settings

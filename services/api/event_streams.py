@@ -25,9 +25,12 @@ _KEPT_EVENTS = 1000  # of each job; a subscriber that is further behind reads th
 
 
 class StreamLimiter:
-    """Counts open event streams, in all and by caller."""
+    """Counts open event streams, or downloads, in all and by caller."""
 
-    def __init__(self, *, max_streams: int = 500, max_per_caller: int = 32) -> None:
+    def __init__(
+        self, *, max_streams: int = 500, max_per_caller: int = 32, what: str = "event streams"
+    ) -> None:
+        self._what = what
         self._max_streams = max_streams
         self._max_per_caller = max_per_caller
         self._open: Counter[str] = Counter()
@@ -42,7 +45,7 @@ class StreamLimiter:
         if self.num_open >= self._max_streams or self._open[caller] >= self._max_per_caller:
             raise ProblemError(
                 "overloaded",
-                f"{self._open[caller]} event streams of this key are open, {self.num_open} in all; "
+                f"{self._open[caller]} {self._what} of this key are open, {self.num_open} in all; "
                 "this server opens no more.",
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import httpx
@@ -95,6 +96,18 @@ class Client:
     def delete(self, path: str) -> Any:
         """Delete what is at `path` and return the JSON response."""
         return self._request("DELETE", path)
+
+    def download(self, path: str, to: Path) -> None:
+        """Write the bytes at `path` to a file, in parts as they arrive. Raises OSError too."""
+        try:
+            with self._http.stream("GET", path) as response, to.open("wb") as file:
+                if not response.is_success:
+                    response.read()
+                    raise _error_from(response)
+                for part in response.iter_bytes():
+                    file.write(part)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
 
     def events(self, path: str) -> Iterator[ServerEvent]:
         """Yield the events of a stream until the server ends it, reconnecting where it breaks.

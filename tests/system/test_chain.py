@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services.cli.main import app
+from services.shared.files.hashing import file_sha256
 from tests.system.conftest import RunningPlatform
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(420)]
@@ -46,7 +48,9 @@ def upload(url: str) -> str:
     return dataset_id
 
 
-def test_a_chain_ends_with_a_student_being_served(platform: RunningPlatform) -> None:
+def test_a_chain_ends_with_a_student_being_served(
+    platform: RunningPlatform, tmp_path: Path
+) -> None:
     url = platform.url
     own = {"config": TEACHER, "tokenizer": {"train": True, "vocab_size": 400}}
     student = {"config": STUDENT, "tokenizer": "teacher", "trim_vocabulary": True}
@@ -69,6 +73,7 @@ def test_a_chain_ends_with_a_student_being_served(platform: RunningPlatform) -> 
     assert [promotion["model_id"] for promotion in promotions] == [model["id"]]
     assert predict(url, "the room was dirty")["label"] == "negative"
     _check_choices(teacher["id"], child["id"], url)
+    _check_export(child["id"], url, tmp_path)
 
 
 def _check_choices(teacher_id: str, student_id: str, url: str) -> None:
@@ -87,6 +92,22 @@ def _check_choices(teacher_id: str, student_id: str, url: str) -> None:
         )
     rows = chosen["student.trim_vocabulary"]["value"]
     assert rows == httpx.get(f"{url}/models/{student_id}").json()["metrics"]["vocabulary"]["rows"]
+
+
+def _check_export(student_id: str, url: str, directory: Path) -> None:
+    """The student is downloaded through the API, and exported as a classifier of transformers."""
+    ask = ["--url", url, "--json"]
+    copy, out = directory / "copy", directory / "classifier"
+    done = CliRunner().invoke(app, ["models", "download", student_id, "--out", str(copy), *ask])
+    assert done.exit_code == 0, done.output
+    sums = json.loads((copy / "manifest.json").read_text())["files"]
+    assert {name: file_sha256(copy / name) for name in sums} == sums
+    done = CliRunner().invoke(app, ["models", "export", student_id, "--out", str(out), *ask])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["heads"]["sentiment"] < 1e-4
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert config["problem_type"] == "single_label_classification"
 
 
 def predict(url: str, text: str) -> dict[str, Any]:

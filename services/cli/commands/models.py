@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from services.cli.artifact_download import download_artifact
 from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Url, open_client, print_json
 from services.cli.pretrained.catalogue import MODELS
 from services.cli.pretrained.errors import FetchFailed
@@ -174,6 +176,24 @@ class ExportFormat(str, Enum):
 
 
 @app.command()
+def download(
+    model_id: ModelId,
+    out: Annotated[Path, typer.Option("--out", help="A directory that is absent or empty.")],
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Download the files of a model."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        model: ModelResponse = client.get(f"/models/{model_id}")
+        size_bytes = download_artifact(client, model["id"], out)
+    if as_json:
+        print_json({"model_id": model["id"], "path": str(out), "size_bytes": size_bytes})
+        return
+    typer.echo(out)
+
+
+@app.command()
 def export(
     model_id: ModelId,
     out: Annotated[Path, typer.Option("--out", help="A directory that is absent or empty.")],
@@ -187,18 +207,19 @@ def export(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
 ) -> None:
-    """Export a model whose files this machine can read; print each head's difference in logits."""
-    with open_client(url, api_key, as_json=as_json) as client:
+    """Export a model, downloaded where this machine has no data directory; print each head's difference in logits."""
+    with (
+        open_client(url, api_key, as_json=as_json) as client,
+        tempfile.TemporaryDirectory(prefix="stillhouse-") as scratch,
+    ):
         model: ModelResponse = client.get(f"/models/{model_id}")
-    if not Path(model["path"]).is_dir():
-        message = (
-            f"{model['path']} is not on this machine: run the command where the data directory is."
-        )
-        Console(stderr=True).print(message, markup=False, soft_wrap=True)
-        raise typer.Exit(1)
-    command = [sys.executable, "-m", "services.shared.model.export_formats", model["path"]]
-    command += ["--format", format_.value, "--out", str(out)]
-    completed = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+        artifact = Path(model["path"])
+        if not artifact.is_dir():
+            artifact = Path(scratch) / model["id"]
+            download_artifact(client, model["id"], artifact)
+        command = [sys.executable, "-m", "services.shared.model.export_formats", str(artifact)]
+        command += ["--format", format_.value, "--out", str(out)]
+        completed = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if completed.returncode:
         raise typer.Exit(1)
     found = json.loads(completed.stdout.splitlines()[-1])

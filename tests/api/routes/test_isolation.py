@@ -15,6 +15,7 @@ from httpx2 import Response
 
 from services.api.app import create_app
 from services.api.auth.keys import Scope
+from services.shared.jobs.artifact_layout import MANIFEST
 from services.shared.jobs.outcome import End, Outcome
 from services.shared.jobs.projects import Access
 from services.shared.jobs.run_directory import RunDirectory
@@ -81,6 +82,8 @@ ROUTES: dict[str, Route] = {
     "POST /diagnoses": Route(Scope.READ, 200, 200, lambda _: {"json": {"log": "out of memory"}}),
     "GET /models": Route(Scope.READ, 200, 200),
     "GET /models/{model_id}": Route(Scope.READ, 200, 404),
+    "GET /models/{model_id}/files": Route(Scope.READ, 200, 404),
+    "GET /models/{model_id}/files/{name}": Route(Scope.READ, 200, 404),
     "DELETE /models/{model_id}": Route(Scope.PROMOTE, 409, 404),
     "POST /models/{model_id}/restore": Route(Scope.PROMOTE, 409, 404),
     "POST /models/{model_id}/promote": Route(Scope.PROMOTE, 201, 404),
@@ -106,6 +109,7 @@ KEYS = keys_of(
 def _send(client: TestClient, route: str, has: Resources, key: str | None) -> Response:
     method, path = route.split(" ")
     names = {"dataset_id": has.dataset_id, "job_id": has.job_id, "model_id": has.model_id}
+    names["name"] = MANIFEST
     headers = {} if key is None else bearer(key)
     return client.request(
         method, path.format_map(names), headers=headers, **ROUTES[route].request(has)
