@@ -225,3 +225,53 @@ class ProblemResponse(TypedDict, total=False):
     command: str
     references: list[str]
     plan: PlanResponse
+
+
+class RowReferenceResponse(TypedDict):
+    """A row of a dataset."""
+
+    split: str
+    line: int
+
+
+class SuspectLabelResponse(RowReferenceResponse):
+    """A label that is likely wrong."""
+
+    head: str
+    text: str
+    given: list[str]
+    suggested: list[str]
+    score: float
+
+
+class HeadQualityResponse(TypedDict):
+    """How many labels of a head were examined."""
+
+    out_of_fold_texts: int
+    model_texts: int
+    suspects: int
+
+
+class DuplicateResponse(TypedDict):
+    """Rows with equal texts."""
+
+    text: str
+    rows: list[RowReferenceResponse]
+
+
+class ContradictionResponse(DuplicateResponse):
+    """Rows with equal texts and different labels."""
+
+    head: str
+    labels: list[list[str]]
+
+
+class LabelQualityResponse(TypedDict):
+    """GET /jobs/{id}/label-quality."""
+
+    heads: dict[str, HeadQualityResponse]
+    suspects: list[SuspectLabelResponse]
+    num_duplicates: int
+    duplicates: list[DuplicateResponse]
+    num_contradictions: int
+    contradictions: list[ContradictionResponse]

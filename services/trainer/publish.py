@@ -8,12 +8,13 @@ from typing import Any, Literal, TypedDict
 
 from services.shared.datasets.card import Split
 from services.shared.jobs.documents import Evaluation
-from services.shared.jobs.run_directory import Report, RunDirectory, RunInput
+from services.shared.jobs.run_directory import Report, RunDirectory, RunInput, write_json
 from services.shared.jobs.spec import TeacherSpec
 from services.shared.model.artifact import seal_artifact
 from services.shared.model.baseline import fit_baselines
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.comparison import HeldOut, add_comparisons
+from services.shared.model.label_quality import examine_labels
 from services.shared.model.metrics import Array
 from services.shared.model.predictions_file import write_predictions
 from services.shared.model.tokens import Rows
@@ -59,6 +60,7 @@ class _Evaluated:
     evaluation: Evaluation
     calibration: dict[str, Calibration]
     predictions: dict[str, Array] = field(default_factory=dict)
+    logits: dict[Split, dict[str, Array]] = field(default_factory=dict)  # of held-out splits
 
 
 def publish(
@@ -101,6 +103,14 @@ def publish(
         details=_details(data, state, steps_per_epoch),
     )
     if world.is_first:
+        quality = examine_labels(
+            data.heads,
+            data.rows,
+            logits=evaluated.logits,
+            calibration=evaluated.calibration,
+            seed=task.spec.training.seed,
+        )
+        write_json(run.label_quality, quality)
         sealed = seal_artifact(
             staging_dir,
             heads=data.heads,
@@ -163,17 +173,21 @@ def _evaluate(
         for split in (data.validation, data.test)
     )
     calibration = calibrate(data.heads, validation, data.validation.labels) if validation else {}
+    found = {Split.VALIDATION: validation, Split.TEST: test}
+    logits = {split: values for split, values in found.items() if values}
     if test:
         evaluation = {
             "split": "test",
             **evaluate(test, data.test, data.heads, calibration),
             "validation": selected,
         }
-        return _Evaluated(evaluation, calibration, predict_labels(test, data.heads, calibration))
+        predictions = predict_labels(test, data.heads, calibration)
+        return _Evaluated(evaluation, calibration, predictions, logits)
     if selected is None or not validation:
-        return _Evaluated({}, calibration)
+        return _Evaluated({}, calibration, logits=logits)
     evaluation = {"split": "validation", **selected}
-    return _Evaluated(evaluation, calibration, predict_labels(validation, data.heads))
+    predictions = predict_labels(validation, data.heads)
+    return _Evaluated(evaluation, calibration, predictions, logits)
 
 
 def _details(data: TrainingData, state: LoopState, steps_per_epoch: int) -> TrainingDetails:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from services.shared.datasets.card import Split
 from services.shared.datasets.stored_card import read_card
 from services.shared.jobs.artifact_layout import MANIFEST
+from services.shared.jobs.label_quality import LabelQuality
 from services.shared.jobs.run_directory import (
     MemoryRecord,
     ProgressRecord,
@@ -70,6 +71,14 @@ def test_each_head_is_compared_with_n_gram_counts(finished: RunDirectory) -> Non
         assert baseline["accuracy_interval"]["low"] <= baseline["accuracy"]
         assert baseline["accuracy"] <= baseline["accuracy_interval"]["high"]
         assert baseline["training_texts"] > 0
+
+
+def test_the_labels_are_examined_and_the_mapped_files_removed(finished: RunDirectory) -> None:
+    found = LabelQuality.model_validate_json(finished.label_quality.read_bytes())
+    # Every tenth label is missing; held-out texts are judged by the model.
+    assert found.heads["sentiment"].out_of_fold_texts == 180
+    assert found.heads["sentiment"].model_texts == 72
+    assert not (finished.path / "data").exists()
 
 
 def test_every_epoch_is_evaluated_and_reported(finished: RunDirectory) -> None:

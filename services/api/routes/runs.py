@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ from services.shared.files.tail import read_last_lines
 from services.shared.jobs.db.store import Store
 from services.shared.jobs.documents import Evaluation
 from services.shared.jobs.errors import NotFound, Unavailable
+from services.shared.jobs.label_quality import LabelQuality
 from services.shared.jobs.planning.plan_vs_measured import PlannedPhases
 from services.shared.jobs.run_directory import ProgressRecord, RunDirectory, read_records
 from services.shared.jobs.views import EventView, JobView
@@ -224,6 +226,28 @@ def get_job_metrics(
         evaluations=evaluations,
         series=series,
     )
+
+
+class JobLabelQuality(LabelQuality):
+    """What the labels of a teacher job look like after training."""
+
+    job_id: str
+    attempt: int
+
+
+@router.get("/jobs/{job_id}/label-quality", operation_id="get_job_label_quality")
+def get_job_label_quality(
+    job_id: JobId, store: StoreDep, attempt: Attempt = None
+) -> JobLabelQuality:
+    """List likely wrong labels, duplicates across splits and contradictions, once a teacher is trained."""
+    run, job = _run(store, job_id, attempt)
+    try:
+        found = json.loads(run.label_quality.read_bytes()) if run else None
+    except FileNotFoundError:
+        found = None
+    if found is None:
+        raise NotFound("label quality of a trained teacher in", job_id)
+    return JobLabelQuality(**found, job_id=job_id, attempt=attempt or job.attempt)
 
 
 def _run(store: Store, job_id: str, attempt: int | None) -> tuple[RunDirectory | None, JobView]:

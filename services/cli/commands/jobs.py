@@ -24,6 +24,7 @@ from services.cli.client import (
 )
 from services.cli.responses import DiagnosisResponse, JobResponse, PlanResponse, ProgressResponse
 from services.cli.views.deletion import format_deletion
+from services.cli.views.label_quality import show_label_quality
 from services.shared.memory.sizes import format_size
 
 app = typer.Typer(no_args_is_help=True, help="Submit, watch, cancel and retry jobs.")
@@ -117,6 +118,23 @@ def watch(
     """Follow a job until it ends; exit with code 1 unless it succeeds."""
     with open_client(url, api_key, as_json=as_json) as client:
         _watch(client, job_id, as_json=as_json)
+
+
+@app.command("label-quality")
+def label_quality(
+    job_id: JobId,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Most lines of each list.")] = 20,
+    as_json: AsJson = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """List likely wrong labels, duplicates across splits and contradictions of a trained teacher's dataset."""
+    with open_client(url, api_key, as_json=as_json) as client:
+        found = client.get(f"/jobs/{job_id}/label-quality")
+    if as_json:
+        print_json(found)
+    else:
+        show_label_quality(found, limit=limit)
 
 
 @app.command()

@@ -8,6 +8,7 @@
     <run>/progress.jsonl       ProgressRecord, appended by rank 0
     <run>/ranks/<k>/memory.jsonl   MemoryRecord, appended by rank k
     <run>/ranks/<k>/failure.json   Failure, written by rank k while failing
+    <run>/label_quality.json   LabelQuality, written by rank 0 of a teacher job
     <run>/report.json          Report, written last by rank 0: without it the run did not finish
     <run>/checkpoints/<name>/COMPLETE   written last: without it the checkpoint does not count
     <run>/export/
@@ -184,6 +185,7 @@ class RunDirectory:
         self.heartbeat = path / "heartbeat.json"
         self.progress = path / "progress.jsonl"
         self.report = path / "report.json"
+        self.label_quality = path / "label_quality.json"
         self.log = path / "torchrun.log"
         self.checkpoints = path / "checkpoints"
         self.export = path / "export"

@@ -17,11 +17,13 @@ import uvicorn
 from services.api.app import create_app
 from services.api.downsampling import downsample
 from services.api.settings import ApiSettings
+from services.shared.jobs.label_quality import HeadQuality, LabelQuality, SuspectLabel
 from services.shared.jobs.run_directory import (
     MemoryRecord,
     ProgressRecord,
     RunDirectory,
     append_record,
+    write_json,
 )
 from services.shared.jobs.state import Phase
 from tests.api.harness import JobDriver
@@ -230,3 +232,32 @@ def test_a_partial_line_at_the_end_of_a_file_is_skipped(desk: JobDriver) -> None
         half.write(b'{"time": 1, "pha')
     body = desk.client.get(f"/jobs/{claim.job_id}/memory").json()
     assert body["ranks"][0]["series"]["total"] == 1
+
+
+def test_the_label_quality_of_a_trained_teacher_is_listed(desk: JobDriver) -> None:
+    claim = desk.running()
+    path = f"/jobs/{claim.job_id}/label-quality"
+    assert desk.client.get(path).status_code == 404
+    suspect = SuspectLabel(
+        split="train",
+        line=7,
+        head="sentiment",
+        text="fine",
+        given=["negative"],
+        suggested=["positive"],
+        score=0.01,
+        suggested_score=0.99,
+        basis="out_of_fold_baseline",
+    )
+    head = HeadQuality(out_of_fold_texts=9, model_texts=0, suspects=1)
+    quality = LabelQuality(
+        heads={"sentiment": head},
+        suspects=[suspect],
+        num_duplicates=0,
+        duplicates=[],
+        num_contradictions=0,
+        contradictions=[],
+    )
+    write_json(run_of(desk, claim).label_quality, quality)
+    body = desk.client.get(path).json()
+    assert body == quality.model_dump() | {"job_id": claim.job_id, "attempt": 1}
