@@ -74,6 +74,10 @@ SEED ?=
 faults: $(INSTALLED) ## Inject N random faults into a running platform (an hour for 300; SEED=n repeats them)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.campaign --draws $(N) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+.PHONY: month
+month: $(INSTALLED) ## Simulate a month: jobs, promotions and predictions; memory, tables and disk must not grow (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.longevity.month $(ARGS)
+
 .PHONY: restore-test
 restore-test: $(INSTALLED) ## Destroy a running platform and restore it from a backup (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.restoration $(ARGS)

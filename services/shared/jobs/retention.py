@@ -19,6 +19,7 @@ Period = Literal[
     "failed_runs_days",
     "finished_runs_days",
     "unpromoted_models_days",
+    "superseded_models_days",
 ]
 
 
@@ -36,6 +37,7 @@ class RetentionPeriods(BaseModel):
     )
     finished_runs_days: Days | None = 365  # jobs that succeeded and whose model is deleted
     unpromoted_models_days: Days | None = None  # never promoted, and without students
+    superseded_models_days: Days | None = None  # promoted once, and served by no alias any more
 
 
 class Retention(RetentionPeriods):

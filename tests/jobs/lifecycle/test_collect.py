@@ -133,6 +133,19 @@ def test_failed_jobs_and_unpromoted_models_are_deleted_softly_first(driver: Stor
     ]
 
 
+def test_a_model_that_no_alias_serves_any_more_goes_after_its_period(driver: StoreDriver) -> None:
+    lifecycle = keep(driver, superseded_models_days=2)
+    first, second = (driver.succeed(driver.running()) for _ in range(2))
+    driver.store.promote(first)
+    newer = driver.store.promote(second)
+    assert removed(driver, lifecycle, 3 * DAY) == {}  # it may be refused, and then the first serves
+    driver.store.report_served(newer.id, engine="padded")
+    assert removed(driver, lifecycle, DAY) == {}
+    assert removed(driver, lifecycle, 3 * DAY) == {"superseded_models": 1}
+    assert driver.store.model(first).deleted_by == "retention"
+    assert driver.store.model(second).deleted_by is None
+
+
 def test_events_go_after_their_period(driver: StoreDriver) -> None:
     lifecycle = keep(driver, events_days=1)
     job_id, queued = failed_job(driver), driver.queued().id

@@ -103,6 +103,13 @@ class LifecycleStore:
         with self._transaction() as session:
             return retention_queries.unpromoted_before(session, moment, after=after, limit=limit)
 
+    def superseded_before(
+        self, moment: datetime, *, after: str = "", limit: int = 500
+    ) -> list[Kept]:
+        """Return a page of models that were promoted before a moment and serve no more."""
+        with self._transaction() as session:
+            return retention_queries.superseded_before(session, moment, after=after, limit=limit)
+
     def count_events(self, job_ids: Collection[str]) -> int:
         """Return how many events the jobs have."""
         with self._transaction() as session:

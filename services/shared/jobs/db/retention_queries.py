@@ -9,6 +9,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, delete, exists, func, select
 from sqlalchemy.orm import Session, aliased
 
+from services.shared.jobs.db import deletions
 from services.shared.jobs.db.tables import EventRow, JobRow, ModelRow, PromotionRow
 from services.shared.jobs.state import TERMINAL, JobState
 
@@ -62,6 +63,28 @@ def unpromoted_before(session: Session, moment: datetime, *, after: str, limit: 
             ModelRow.deleted_at.is_(None),
             ~exists().where(PromotionRow.model_id == ModelRow.id),
             ~exists().where(student.teacher_model_id == ModelRow.id, student.deleted_at.is_(None)),
+        )
+    )
+    return [_kept(row) for row in session.execute(query.order_by(ModelRow.id).limit(limit))]
+
+
+def superseded_before(session: Session, moment: datetime, *, after: str, limit: int) -> list[Kept]:
+    """Return models whose last promotion is older than a moment and which no alias serves, by id."""
+    last = (
+        select(PromotionRow.model_id, func.max(PromotionRow.created_at).label("at"))
+        .group_by(PromotionRow.model_id)
+        .subquery()
+    )
+    serves = select(PromotionRow.model_id).where(deletions.may_serve())
+    query = (
+        select(ModelRow.id, ModelRow.kind, JobRow.spec["tags"], last.c.at, JobRow.state)
+        .join(JobRow, JobRow.id == ModelRow.job_id)
+        .join(last, last.c.model_id == ModelRow.id)
+        .where(
+            last.c.at < moment,
+            ModelRow.id > after,
+            ModelRow.deleted_at.is_(None),
+            ModelRow.id.not_in(serves),
         )
     )
     return [_kept(row) for row in session.execute(query.order_by(ModelRow.id).limit(limit))]

@@ -31,7 +31,7 @@ _PAGE = 500
 
 What = Literal[
     "checkpoints", "logs", "metrics", "signals", "events", "failed_runs", "finished_runs",
-    "unpromoted_models", "deleted_datasets", "deleted_jobs", "deleted_models",
+    "unpromoted_models", "superseded_models", "deleted_datasets", "deleted_jobs", "deleted_models",
 ]  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def find(lifecycle: LifecycleStore, *, now: datetime) -> Iterator[Removal]:
     yield from _expired_signals(lifecycle.settings, now)
     yield from _expired_events(lifecycle, now)
     yield from _expired_jobs(lifecycle, now)
-    yield from _unpromoted_models(lifecycle, now)
+    yield from _models(lifecycle, now)
     yield from _deleted(lifecycle, now)
 
 
@@ -64,7 +64,7 @@ def remove(lifecycle: LifecycleStore, removal: Removal, *, now: datetime) -> Non
                 lifecycle.delete_events([removal.id])
             case "failed_runs" | "finished_runs":
                 lifecycle.delete("job", removal.id, by=BY)
-            case "unpromoted_models":
+            case "unpromoted_models" | "superseded_models":
                 lifecycle.delete("model", removal.id, by=BY)
             case "checkpoints" | "logs" | "metrics" | "signals":
                 _remove_paths(removal.paths)
@@ -147,18 +147,24 @@ def _ended(
         after = page[-1].id
 
 
-def _unpromoted_models(lifecycle: LifecycleStore, now: datetime) -> Iterator[Removal]:
+def _models(lifecycle: LifecycleStore, now: datetime) -> Iterator[Removal]:
+    """Yield models that nobody promoted, or that serve no more, after their periods."""
     settings = lifecycle.settings
-    days = settings.retention.shortest("unpromoted_models_days")
-    if days is None:
-        return
-    before, after = now - timedelta(days=days), ""
-    while page := lifecycle.unpromoted_before(before, after=after, limit=_PAGE):
-        for model in page:
-            if _is_over(settings, "unpromoted_models_days", model, now):
-                size = directory_bytes(settings.model_dir(model.id))
-                yield Removal("unpromoted_models", model.id, size)
-        after = page[-1].id
+    kinds: tuple[tuple[What, Period, Callable[..., list[Kept]]], ...] = (
+        ("unpromoted_models", "unpromoted_models_days", lifecycle.unpromoted_before),
+        ("superseded_models", "superseded_models_days", lifecycle.superseded_before),
+    )
+    for what, period, page_before in kinds:
+        days = settings.retention.shortest(period)
+        after = ""
+        while days is not None:
+            page = page_before(now - timedelta(days=days), after=after, limit=_PAGE)
+            for model in page:
+                if _is_over(settings, period, model, now):
+                    yield Removal(what, model.id, directory_bytes(settings.model_dir(model.id)))
+            if not page:
+                break
+            after = page[-1].id
 
 
 def _is_over(settings: JobSettings, period: Period, kept: Kept, now: datetime) -> bool:
