@@ -255,8 +255,8 @@ def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
         factors = scaled
     else:
         whole = sizes[0]  # of the queries, to which one key head is expanded
-        factors = [_expanded(tape, x, whole) for x in scaled]
-    gradients = [Gradient(x, x.size_bytes) for x in factors]
+        factors = [_expanded(tape, x, whole, copied=heads.batch > 1) for x in scaled]
+    gradients = [Gradient(x, max(x.size_bytes, sizes[0])) for x in factors]
     product = tape.op("attention scores", scores, gradients, saves=factors)
     # The scaled queries are still named.
     tape.drop(scaled[1], *(factors if factors is not scaled else ()))
@@ -269,11 +269,12 @@ def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     if kernel.dropout:
         weights = _attention_dropout(tape, heads, kernel, weights)
     lowered = tape.op("attention weights", heads.scores * heads.value_bytes)
-    contiguous_value = _expanded(tape, upcast[2], max(context_bytes, sizes[2]))
+    whole_value = max(context_bytes, sizes[2])
+    contiguous_value = _expanded(tape, upcast[2], whole_value, copied=heads.batch > 1)
     context = tape.op(
         "attention context",
         context_bytes,
-        [Gradient(contiguous_value, contiguous_value.size_bytes), Gradient(weights, scores)],
+        [Gradient(contiguous_value, whole_value), Gradient(weights, scores)],
         saves=[weights, contiguous_value],
     )
     out = tape.op("attention context", heads.context_bytes, [Gradient(context, context_bytes)])
@@ -283,11 +284,14 @@ def _math(tape: Tape, heads: Heads, kernel: Kernel, inputs: _Inputs) -> Value:
     return final
 
 
-def _expanded(tape: Tape, x: Value, size_bytes: int) -> Value:
-    """A contiguous copy, of a single head once for each query head."""
+def _expanded(tape: Tape, x: Value, size_bytes: int, *, copied: bool) -> Value:
+    """A contiguous copy, of a single head once for each query head.
+
+    A batch of one text needs no copy of its single head: the expanded heads are a view of it.
+    """
     if x.size_bytes == size_bytes:
         return tape.op("attention inputs", size_bytes, [Gradient(x, alias=True)])
-    return tape.op("attention inputs", size_bytes, [Gradient(x, x.size_bytes)])
+    return tape.op("attention inputs", size_bytes if copied else 0, [Gradient(x, x.size_bytes)])
 
 
 _Inputs = tuple[Value, Value, Value]
