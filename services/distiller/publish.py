@@ -30,6 +30,7 @@ from services.shared.model.baseline import fit_baselines
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.classifier import Classifier, wrap_backbone
 from services.shared.model.comparison import DEFAULT_CONFIDENCE, HeldOut, add_comparisons
+from services.shared.model.description import BASE_MODEL, TEACHER
 from services.shared.model.metrics import Array
 from services.shared.model.predictions_file import write_predictions
 from services.shared.training.checkpoint.loop_state import LoopState, LoopSummary
@@ -241,6 +242,7 @@ def publish(
             metrics=evaluation,
             max_length=training.max_length,
             calibration=None if evaluated is None else evaluated.calibration,
+            made_from=_made_from(init, teacher.files),
         )
         if evaluation:
             evaluation["size_bytes"] = sealed.size_bytes
@@ -321,6 +323,12 @@ def _exported_metrics(
         ),
         "parameters": sum(p.numel() for p in exported.parameters()),
     }
+
+
+def _made_from(init: StudentInit, teacher: TeacherFiles) -> dict[str, Path]:
+    """Return the directories of the student's first weights and of its teacher, once where they are one."""
+    base = {} if init.directory is None else {BASE_MODEL: init.directory}
+    return base if init.directory == teacher.directory else {**base, TEACHER: teacher.directory}
 
 
 def _lineage(

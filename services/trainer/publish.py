@@ -14,6 +14,7 @@ from services.shared.model.artifact import seal_artifact
 from services.shared.model.baseline import fit_baselines
 from services.shared.model.calibration import Calibration, calibrate
 from services.shared.model.comparison import HeldOut, add_comparisons
+from services.shared.model.description import BASE_MODEL
 from services.shared.model.label_quality import examine_labels
 from services.shared.model.metrics import Array
 from services.shared.model.predictions_file import write_predictions
@@ -121,6 +122,7 @@ def publish(
             metrics=evaluation,
             max_length=max_length,
             calibration=evaluated.calibration,
+            made_from={} if task.model_dir is None else {BASE_MODEL: task.model_dir},
         )
         publish_export(run, staging_dir)
         report = report.model_copy(

@@ -60,7 +60,7 @@ def export(directory: Path, classifier: Classifier, tokenizer_dir: Path, heads: 
     return directory
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "bert", "modernbert"])
+@pytest.mark.parametrize("kind", ["qwen3", "bert", "modernbert", "gemma2", "gpt_oss"])
 def test_an_artifact_gives_the_logits_of_the_exported_model(
     kind: str,
     tmp_path: Path,

@@ -15,6 +15,7 @@ from services.shared.model.artifact import (
     verify_artifact,
 )
 from services.shared.model.description import model_card
+from services.shared.model.licence import Licence, copy_licence
 from services.shared.model.tokens import load_tokenizer
 
 if TYPE_CHECKING:
@@ -40,7 +41,12 @@ METRICS = {
 
 
 def seal(
-    directory: Path, make_classifier: MakeClassifier, tokenizer_dir: Path, heads: list[Head]
+    directory: Path,
+    make_classifier: MakeClassifier,
+    tokenizer_dir: Path,
+    heads: list[Head],
+    *,
+    made_from: dict[str, Path] | None = None,
 ) -> Path:
     classifier = make_classifier("qwen3")
     save_classifier(classifier, directory)
@@ -53,6 +59,7 @@ def seal(
         lineage={"kind": "distill", "job_id": "job_1"},
         metrics=METRICS,
         max_length=48,
+        made_from=made_from,
     )
     return directory
 
@@ -86,6 +93,7 @@ def test_a_model_card_has_labels_lineage_and_metrics(heads: list[Head]) -> None:
         max_length=48,
         lineage={"job_id": "job_1"},
         metrics=METRICS,
+        licences={},
     )
     assert "| sentiment | single_label | bad, good |" in card
     assert "- job_id: `job_1`" in card
@@ -97,3 +105,41 @@ def test_a_model_card_has_labels_lineage_and_metrics(heads: list[Head]) -> None:
     assert "| sentiment | ece | 0.0300 |" in card
     assert "longer than 48 tokens" in card
     assert "A pair of texts" in card
+    assert "The weights were trained from scratch" in card
+
+
+def _model_dir(directory: Path, *, card: str, **files: str) -> Path:
+    directory.mkdir()
+    for name, text in {"README.md": card, **files}.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def test_an_artifact_keeps_the_licences_of_its_base_model_and_of_its_teacher(
+    tmp_path: Path, make_classifier: MakeClassifier, tokenizer_dir: Path, heads: list[Head]
+) -> None:
+    card = "---\nlanguage: zh\nlicense: MIT\ntags: [x]\n---\n# A model\nlicense: gpl\n"
+    base = _model_dir(tmp_path / "base", card=card, LICENSE="Do as you like.")
+    other = _model_dir(tmp_path / "other", card="# No metadata", NOTICE="Made by others.")
+    made_from = {"base model": base, "teacher": other}
+    student = seal(tmp_path / "student", make_classifier, tokenizer_dir, heads, made_from=made_from)
+    found = (student / "README.md").read_text()
+    assert found.startswith("---\n")
+    assert "license: mit\n---" in found
+    assert "- base model: `mit`, see [LICENSE](LICENSE)." in found
+    assert "- teacher: not named by its model card, see [teacher-NOTICE](teacher-NOTICE)." in found
+    assert (student / "LICENSE").read_text() == "Do as you like."
+    manifest = read_artifact(student).manifest
+    assert manifest is not None
+    assert {"LICENSE", "teacher-NOTICE"} <= manifest.files.keys()
+    # And on to what is made from the artifact.
+    made_from = {"base model": student}
+    second = seal(tmp_path / "second", make_classifier, tokenizer_dir, heads, made_from=made_from)
+    assert "- base model: `mit`, see [LICENSE](LICENSE)." in (second / "README.md").read_text()
+
+
+def test_an_enormous_licence_file_is_left_where_it_is(tmp_path: Path) -> None:
+    base = _model_dir(tmp_path / "base", card="", LICENSE="x" * 1_000_001)
+    (tmp_path / "out").mkdir()
+    assert copy_licence(base, tmp_path / "out") == Licence(None)
+    assert not any((tmp_path / "out").iterdir())

@@ -39,6 +39,9 @@ def test_each_head_is_exported_as_a_directory_that_transformers_loads(
         )
         torch.testing.assert_close(model.eval()(IDS).logits, expected[head.name])
         assert list(model.config.id2label.values()) == head.labels
+        card = (tmp_path / "out" / head.name / "README.md").read_text()
+        assert f"gives the logits of the head `{head.name}`" in card
+        assert "refuses this directory" not in card
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
@@ -62,6 +65,7 @@ def test_onnx_runtime_gives_the_logits_of_the_artifact(
     feed = {"input_ids": ids.numpy(), "attention_mask": torch.ones_like(ids).numpy()}
     (logits,) = session.run(["sentiment"], feed)
     torch.testing.assert_close(torch.from_numpy(logits), classifier(ids)["sentiment"].detach())
+    assert "one output of logits for each head" in (tmp_path / "out" / "README.md").read_text()
     assert json.loads((tmp_path / "out" / "labels.json").read_text())["max_length"] == 16
 
 

@@ -44,6 +44,9 @@ def test_a_pretrained_model_learns_and_its_artifact_answers_alike(
     assert report.evaluation["heads"]["sentiment"]["accuracy"] > 0.8
     assert "accuracy_interval" in report.evaluation["heads"]["sentiment"]
 
+    assert (run.export / "LICENSE").read_text() == (base / "LICENSE").read_text()
+    assert "- base model: `" in (run.export / "README.md").read_text()
+
     artifact = read_artifact(run.export)
     assert artifact.pooling is (Pooling.LAST if name == "smollm2-135m" else Pooling.MEAN)
     classifier, tokenizer = load_classifier(run.export), load_tokenizer(run.export)

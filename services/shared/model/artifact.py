@@ -7,6 +7,7 @@
     tokenizer files
     modules.json, 1_Pooling/ ...    pooling and prefix again, for sentence-transformers
     README.md                       the model card
+    LICENSE ...                     of the base model, as its directory has them
     golden.json                     Golden: a few texts with their expected logits
     manifest.json                   Manifest, written last: sha256 of every other file and of itself
 
@@ -27,7 +28,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from services.shared.datasets.card import Head
@@ -39,8 +40,9 @@ from services.shared.jobs.artifact_layout import GOLDEN, HEADS_FILE, HEADS_WEIGH
 from services.shared.jobs.run_directory import write_json
 from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.calibration import Calibration
-from services.shared.model.classifier import Classifier, wrap_backbone
-from services.shared.model.description import describe_artifact
+from services.shared.model.classifier import Classifier, supported_attention, wrap_backbone
+from services.shared.model.description import BASE_MODEL, describe_artifact
+from services.shared.model.licence import copy_licence
 from services.shared.model.tokens import encode, pad
 
 # Logits of the same text differ by rounding between batch shapes, kernels and devices: bfloat16 keeps
@@ -186,10 +188,14 @@ def load_backbone(
     # Its report of keys would name our empty head tensor at each load; missing keys are checked below.
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
+        config = AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
         backbone, info = factory.from_pretrained(
             str(directory),
+            config=config,
             dtype="auto" if dtype is None else dtype,
-            attn_implementation=attention,
+            attn_implementation=supported_attention(config, attention),
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -262,11 +268,13 @@ def seal_artifact(
     text_kind: TextKind = TextKind.SINGLE,
     max_length: int | None = None,
     calibration: Mapping[str, Calibration] | None = None,
+    made_from: Mapping[str, Path] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> SealedArtifact:
     """Complete an artifact that has weights and tokenizer: heads.json, descriptions, then manifest.json.
 
-    Every file is synced to disk before the manifest is written; `extra` is added to the manifest.
+    `made_from` are the directories of its BASE_MODEL and its TEACHER, whose licences are kept. Every file is
+    synced to disk before the manifest is written; `extra` is added to the manifest.
     """
     heads_file = HeadsFile(
         pooling=pooling,
@@ -286,6 +294,10 @@ def seal_artifact(
         max_length=max_length,
         lineage=lineage,
         metrics=metrics,
+        licences={
+            part: copy_licence(source, directory, prefix="" if part == BASE_MODEL else f"{part}-")
+            for part, source in (made_from or {}).items()
+        },
     )
     files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name != MANIFEST)
     for path in {path.parent for path in files} | set(files):

@@ -229,13 +229,16 @@ def build_classifier(
     """
     is_causal(config)
     factory: Any = AutoModel
-    fused = getattr(MODEL_MAPPING[type(config)], "_supports_sdpa", True)
     backbone = factory.from_config(
-        config,
-        attn_implementation=attention if fused or attention != "sdpa" else "eager",
-        dtype=dtype,
+        config, attn_implementation=supported_attention(config, attention), dtype=dtype
     )
     return wrap_backbone(backbone, heads)
+
+
+def supported_attention(config: PretrainedConfig, attention: str) -> str:
+    """Return the implementation to ask transformers for: "eager" where it has no fused one for "sdpa"."""
+    fused = getattr(MODEL_MAPPING[type(config)], "_supports_sdpa", True)
+    return attention if fused or attention != "sdpa" else "eager"
 
 
 def wrap_backbone(

@@ -17,9 +17,12 @@ from services.shared.jobs.evaluation_text import (
     format_level,
 )
 from services.shared.memory.architecture.pooling import Pooling
+from services.shared.model.licence import Licence
 from services.shared.model.sentence_transformers import write_sentence_transformers_files
 
 MODEL_CARD = "README.md"
+BASE_MODEL, TEACHER = "base model", "teacher"
+_LOADING = "## Loading"
 
 
 def classification_fields(head: Head) -> dict[str, Any]:
@@ -42,6 +45,7 @@ def describe_artifact(
     max_length: int | None,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
+    licences: Mapping[str, Licence],
 ) -> None:
     """Write labels to config.json, the length to tokenizer_config.json, pooling and prefix to the files of
     sentence-transformers, and the model card.
@@ -66,6 +70,7 @@ def describe_artifact(
         max_length=max_length,
         lineage=lineage,
         metrics=metrics,
+        licences=licences,
     )
     write_text(directory / MODEL_CARD, card)
 
@@ -79,11 +84,18 @@ def model_card(
     max_length: int | None,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
+    licences: Mapping[str, Licence],
 ) -> str:
-    """Return the model card in Markdown, with the metadata block that model hubs read."""
+    """Return the model card in Markdown, with the metadata block that model hubs read.
+
+    `licences` are those of the models it was made from, by their part in it: BASE_MODEL, TEACHER.
+    """
     kind = "student" if lineage.get("kind") == "distill" else str(lineage.get("kind", "model"))
     lines = ["---", "library_name: transformers", "pipeline_tag: text-classification"]
-    lines += ["tags: [stillhouse, text-classification]", "---", "", f"# Text classifier ({kind})"]
+    lines += ["tags: [stillhouse, text-classification]"]
+    base = licences.get(BASE_MODEL)
+    lines += [f"license: {base.name}"] if base and base.name else []
+    lines += ["---", "", f"# Text classifier ({kind})"]
     lines += ["", "## Heads", "", "| head | kind | labels |", "|---|---|---|"]
     lines += [f"| {head.name} | {head.type} | {_labels(head.labels)} |" for head in heads]
     lines += ["", "## Input", "", _INPUTS[text_kind]]
@@ -104,19 +116,25 @@ def model_card(
     ]
     if max_length is not None:
         lines += [f"Texts longer than {max_length} tokens are truncated on the right."]
+    lines += ["", "## Licence", ""]
+    lines += [f"- {part}: {licence.sentence()}." for part, licence in licences.items()]
+    if BASE_MODEL not in licences:
+        lines += ["- The weights were trained from scratch."]
+    lines += ["- The licence of the dataset is not recorded."]
     lines += [
         "",
-        "## Licence",
-        "",
-        "The licences of the base model and of the dataset apply; this platform does not record them.",
-        "",
-        "## Loading",
+        _LOADING,
         "",
         "`AutoModel.from_pretrained` loads the backbone. `AutoModelForSequenceClassification` refuses this "
         "directory, since the heads are in `classifier_heads.safetensors`: use "
         "`stillhouse models export`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def exported_card(card: str, *, loading: str) -> str:
+    """Return the model card of an export: that of its artifact, with another way of loading it."""
+    return f"{card.partition(_LOADING)[0]}{_LOADING}\n\n{loading}\n"
 
 
 _INPUTS = {

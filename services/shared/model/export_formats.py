@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 from services.shared.datasets.card import Head
 from services.shared.datasets.text import Chat, Message, Pair, Text, TextKind
-from services.shared.files.atomic_write import partial_path, sync
+from services.shared.files.atomic_write import partial_path, sync, write_text
 from services.shared.jobs.artifact_layout import GOLDEN
 from services.shared.model.artifact import (
     Artifact,
@@ -32,12 +32,21 @@ from services.shared.model.artifact import (
     verify_artifact,
 )
 from services.shared.model.classifier import Classifier
+from services.shared.model.description import MODEL_CARD, exported_card
+from services.shared.model.licence import copy_licence
 from services.shared.model.sequence_classification import NotExpressible, sequence_classifier
 from services.shared.model.tokens import Padded, encode, load_tokenizer, pad
 
 # Relative to 1 + the largest logit; both sides compute in float32.
 TOLERANCE = 1e-4
 ONNX_FILE = "model.onnx"
+_TRANSFORMERS = (
+    "`AutoModelForSequenceClassification.from_pretrained` gives the logits of the head `{head}`."
+)
+_ONNX = (
+    f"`{ONNX_FILE}` has one output of logits for each head. `labels.json` has their labels, the prefix that is "
+    "put before each text and the number of tokens that a text is truncated to."
+)
 _TEXTS = ("a", "A somewhat longer text, with several words.", "一个短句。")
 _SAMPLES: dict[TextKind, Sequence[Text]] = {
     TextKind.SINGLE: _TEXTS,
@@ -114,6 +123,7 @@ def _export_transformers(
         model.config.prefix = artifact.prefix
     model.save_pretrained(str(out))
     tokenizer.save_pretrained(str(out))
+    _describe(artifact, out, loading=_TRANSFORMERS.format(head=head.name))
     factory: Any = AutoModelForSequenceClassification
     loaded = factory.from_pretrained(
         str(out), local_files_only=True, trust_remote_code=False, use_safetensors=True
@@ -179,7 +189,16 @@ def _export_onnx(
     }
     text = json.dumps(described, ensure_ascii=False)
     (out / "labels.json").write_text(text + "\n", "utf-8")
+    _describe(artifact, out, loading=_ONNX)
     return {name: _accept(value, name) for name, value in worst.items()}
+
+
+def _describe(artifact: Artifact, out: Path, *, loading: str) -> None:
+    """Give an export the artifact's model card and licences; artifacts of former versions have none."""
+    copy_licence(artifact.directory, out)
+    card = artifact.directory / MODEL_CARD
+    if card.is_file():
+        write_text(out / MODEL_CARD, exported_card(card.read_text("utf-8"), loading=loading))
 
 
 def _named_inputs(classifier: Classifier, padded: Padded) -> dict[str, Tensor]:

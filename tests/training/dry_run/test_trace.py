@@ -154,7 +154,17 @@ def requests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TracedCase]:
         file = directory / "request.json"
         file.write_text(json.dumps(job), encoding="utf-8")
         found[name] = TracedCase(file, planned)
+    found["auto"] = _without_formats(found["plain"], tmp_path_factory.mktemp("auto"))
     return found
+
+
+def _without_formats(case: TracedCase, directory: Path) -> TracedCase:
+    """Return a case whose request leaves its number formats to the machine, as specs do by default."""
+    job = json.loads(case.file.read_text(encoding="utf-8"))
+    del job["recipe"]["compute"], job["recipe"]["reduce"]
+    file = directory / "request.json"
+    file.write_text(json.dumps(job), encoding="utf-8")
+    return TracedCase(file, case.planned)
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +213,11 @@ def test_the_plan_is_what_our_own_step_takes(
         if row.planned_bytes:  # with the optimizer in backward, nothing is left to plan
             allowed = 0.01 * row.traced_bytes + NOT_PLANNED_BYTES
             assert row.planned_bytes == pytest.approx(row.traced_bytes, abs=allowed), row
+
+
+@needs_dry_runs
+def test_formats_left_to_the_machine_are_those_of_accelerators(dry: dict[str, Any]) -> None:
+    assert _peaks(dry["auto"]) == _peaks(dry["plain"])
 
 
 @needs_dry_runs

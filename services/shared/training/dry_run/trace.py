@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
@@ -49,14 +49,23 @@ SHOWN_ORIGINS = 12
 PAD_ID = 0
 
 
+def _as_on_accelerators(recipe: Recipe) -> Recipe:
+    compute = "bfloat16" if recipe.compute == "auto" else recipe.compute
+    reduce = compute if recipe.reduce == "auto" else recipe.reduce
+    return recipe.model_copy(update={"compute": compute, "reduce": reduce})
+
+
 class TraceRequest(BaseModel):
-    """A job to trace: `micro_batch` texts of `sequence_length` tokens, `accumulate` times a step."""
+    """A job to trace: `micro_batch` texts of `sequence_length` tokens, `accumulate` times a step.
+
+    Number formats that its recipe leaves to the machine (`auto`) are those of accelerators.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: dict[str, Any] = Field(description="A transformers config, with model_type.")
     heads: list[int] = Field(min_length=1, description="Classes of each head.")
-    recipe: Recipe
+    recipe: Annotated[Recipe, AfterValidator(_as_on_accelerators)]
     engine: Engine | None = None
     ranks: int = Field(ge=1)
     micro_batch: int = Field(1, ge=1)
