@@ -54,7 +54,12 @@ _TRIGGERS = tuple(
     dict.fromkeys((*_ALLOCATOR_TRIGGERS, *(t for f in OTHER_FORMATS for t in f.triggers)))
 )
 _WITH_ACCOUNTS = (MessageKind.ALLOCATOR, MessageKind.PROSE)
-_SECONDARY_KINDS = (MessageKind.KILLED, MessageKind.CORRUPT_SIZE, MessageKind.COLLECTIVE)
+_SECONDARY_KINDS = (
+    MessageKind.KILLED,
+    MessageKind.CORRUPT_SIZE,
+    MessageKind.COLLECTIVE,
+    MessageKind.ON_CHIP,  # the search for kernels prints it for every candidate that is too large
+)
 
 
 @dataclass(frozen=True)

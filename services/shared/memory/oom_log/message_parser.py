@@ -122,7 +122,8 @@ def read_message(text: str) -> Message | None:
 def _read_text_format(flat: str, found: re.Match[str], text_format: TextFormat) -> Message:
     groups = found.groupdict()
     resident = groups.get("resident_kib")
-    requested = PrintedSize(int(groups["tried"]), 0) if groups.get("tried") else None
+    exact = groups.get("tried") or groups.get("wanted")
+    requested = PrintedSize(int(exact.replace(",", "")), 0) if exact else None
     if groups.get("size"):
         requested = read_printed_size(groups["size"])
     return Message(
@@ -131,6 +132,9 @@ def _read_text_format(flat: str, found: re.Match[str], text_format: TextFormat) 
         backend=text_format.backend,
         requested=_gibibytes(groups.get("wanted_gib")) or requested,
         total=_gibibytes(groups.get("total_gib")),
+        allocated=read_printed_size(groups["held"].replace(",", ""))
+        if groups.get("held")
+        else None,
         free=_gibibytes(groups.get("free_gib")),
         process=PrintedSize(int(resident) * KIB, KIB) if resident else None,
         text=excerpt(flat, found.start() - 60),

@@ -13,6 +13,7 @@ from services.shared.memory.forensics.diagnosis import (
 )
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase
+from services.shared.memory.oom_log.formats.serving import CACHE_FULL, CARD_IN_USE
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 from services.shared.memory.oom_log.message_parser import excerpt
 from services.shared.memory.oom_log.traceback_sites import Note, Site
@@ -48,7 +49,13 @@ def named_component(evidence: Evidence) -> Hypothesis | None:
 
 
 def _serving(evidence: Evidence, text: str) -> Hypothesis:
-    accounts = evidence.accounts
+    accounts, message = evidence.accounts, evidence.message
+    if message is not None and message.format_id == CARD_IN_USE:
+        what = "other processes used the card while the server started"
+        return likely(Cause.OTHER_PROCESS, what, text)
+    if message is not None and message.format_id == CACHE_FULL:
+        what = "the server's cache has no room for the prompts of one batch"
+        return likely(Cause.SERVING_START_UP, what, text)
     if accounts.free_bytes is None or accounts.total_bytes is None:
         what = "weights and warm-up of the server leave too little for its cache"
         return likely(Cause.SERVING_START_UP, what, text)
@@ -168,6 +175,12 @@ _COUNTED_WORDS = (
     "MEMLIMIT",
     "out-of-memory handler",
     "all available RAM",
+    ": Out Of Memory",
+    "OUT_OF_ME",
+    "systemd-oomd",
+    "by the OOM killer",
+    "job killed: mem",
+    "job killed: vmem",
     "more memory than is available",
 )
 

@@ -158,7 +158,7 @@ DRIVERS = (
         Backend.NPU,
         # ERR00100 alone is any failed call of the ACL, so it is no entry of its own.
         r"\bEL0004\b|(?<![0-9])207001(?![0-9])|ACL_ERROR_RT_MEMORY_ALLOCATION"
-        r"|Failed to apply for memory"
+        r"|Failed to apply for memory|\[Malloc\]\[Memory\].{0,80}fail"
         r"|(?:rtMalloc|aclrtMalloc\w{0,20}|drvMemAlloc|halMemAlloc)\b.{0,80}(?:fail|error)",
         examples=(
             "[ERROR] ERR00100 PTA call acl api failed. EL0004: Failed to allocate memory.",
@@ -209,12 +209,16 @@ DRIVERS = (
         MessageKind.DRIVER,
         Backend.CUDA,
         rf"allocating (?P<size>{SIZE}) on device [0-9]{{1,3}}: cudaMalloc failed"
-        r"|cudaMalloc(?:Async)? failed:? out of memory",
+        r"|cudaMalloc(?:Async)?(?: retry)? failed:? out of memory",
         examples=(
             "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 590.07 MiB on device 0: "
             "cudaMalloc failed: out of memory",
+            "MXNetError: cudaMalloc retry failed: out of memory",
         ),
-        origins=(reported("llama.cpp", "ggml/src/ggml-cuda/ggml-cuda.cu", "b2000 and later"),),
+        origins=(
+            reported("llama.cpp", "ggml/src/ggml-cuda/ggml-cuda.cu", "b2000 and later"),
+            source("MXNet", "src/storage/pooled_storage_manager.h", "1.x"),
+        ),
         triggers=("cudaMalloc",),
     ),
     text_format(
@@ -251,6 +255,18 @@ DRIVERS = (
     ),
 )
 UNNAMED = (
+    text_format(
+        "N3",
+        MessageKind.DRIVER,
+        Backend.UNKNOWN,
+        r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED",
+        examples=(
+            "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling "
+            "`cublasCreate(handle)`",
+        ),
+        origins=(documented("cuBLAS, cuDNN", "status names; often a full card", "all"),),
+        triggers=("_STATUS_NOT_INITIALIZED",),
+    ),
     text_format(
         "P5",
         MessageKind.DRIVER,

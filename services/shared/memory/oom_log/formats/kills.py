@@ -110,7 +110,10 @@ GENERAL_KILLS = (
         r"|(?<!by )[Oo][Oo][Mm][ _-]?[Kk]ill|\bOUT_OF_MEMORY\b(?= \(exit| +0:)"
         r"|[Oo]ut of memory: Kill|(?:^|[0-9:]\s{1,9})Killed\b"
         r"|[Ee]xceeded (?:job |step )?(?:virtual )?memory limit|low on resource: memory"
-        r"|TERM_MEMLIMIT|cgroup out-of-memory handler",
+        r"|TERM_MEMLIMIT|cgroup out-of-memory handler|\btask [0-9,-]{1,40}: Out Of Memory"
+        r"|\bOUT_OF_ME\+|job killed: v?mem [0-9]{1,15}kb exceeded limit|zsh: killed\b"
+        r"|Exit code is 137\b|systemd-oomd killed|killed by the OOM killer"
+        r"|earlyoom: sending SIG\w{3,5} to process",
         examples=(
             "exits with return code = -9",
             "failed (exitcode: -9) local_rank: 0 (pid: 77) traceback : Signal 9 (SIGKILL) received "
@@ -124,6 +127,11 @@ GENERAL_KILLS = (
             "reason: OOMKilled exitCode: 137",
             "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.",
             "StepId=12.0 exceeded memory limit (104857600 > 83886080), being killed",
+            "srun: error: node01: task 3: Out Of Memory",
+            "=>> PBS: job killed: mem 4194304kb exceeded limit 4000000kb",
+            "zsh: killed     python train.py",
+            "Container killed on request. Exit code is 137",
+            "systemd-oomd killed 25 process(es) in this unit.",
         ),
         origins=(
             source("DeepSpeed", "deepspeed/launcher/launch.py", "0.19.6"),
@@ -134,9 +142,18 @@ GENERAL_KILLS = (
             ),
             reported("torchrun, shells", "exit codes and signals", "all"),
             reported("Kubernetes", "pkg/kubelet/eviction/helpers.go", "1.12 and later"),
-            documented("LSF", "job messages", "all"),
+            documented("LSF and PBS", "job messages", "all"),
+            documented("systemd", "systemd-oomd.service, systemd.kill", "248 and later"),
+            reported("earlyoom, zsh, YARN", "kill notices", "all"),
         ),
         triggers=(
+            "Out Of Memory",
+            "OUT_OF_ME",
+            "job killed",
+            "sh: killed",
+            "killed by the",
+            "Exit code is",
+            "earlyoom",
             "Killed",
             "signal 9",
             "exit status",

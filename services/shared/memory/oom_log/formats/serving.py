@@ -11,6 +11,7 @@ from services.shared.memory.oom_log.formats.text_format import (
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 
 CARD_IN_USE = "V3"
+CACHE_FULL = "V4"
 
 SERVING = (
     text_format(
@@ -32,13 +33,29 @@ SERVING = (
         CARD_IN_USE,
         MessageKind.SERVING,
         Backend.UNKNOWN,
-        r"The memory capacity is unbalanced\. Some GPUs may be occupied by other processes",
+        r"The memory capacity is unbalanced\. Some GPUs may be occupied by other processes"
+        r"|Error in memory profiling\. Initial free memory",
         examples=(
+            "AssertionError: Error in memory profiling. Initial free memory 98.0 GiB, current free "
+            "memory 100.59 GiB. This happens when other processes sharing the same container "
+            "release GPU memory while vLLM is profiling during initialization.",
             "ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other "
             "processes. pre_model_load_memory=11.2, local_gpu_memory=78.1",
         ),
-        origins=(source("SGLang", "sglang/srt/model_executor/model_runner.py", "0.5.3"),),
-        triggers=("capacity is unbalanced",),
+        origins=(
+            source("SGLang", "sglang/srt/model_executor/model_runner.py", "0.5.3"),
+            source("vLLM", "vllm/v1/worker/gpu_worker.py", "0.6 and later"),
+        ),
+        triggers=("capacity is unbalanced", "in memory profiling"),
+    ),
+    text_format(
+        CACHE_FULL,
+        MessageKind.SERVING,
+        Backend.UNKNOWN,
+        r"Prefill out of memory\. Try to lower your batch size",
+        examples=("RuntimeError: Prefill out of memory. Try to lower your batch size.",),
+        origins=(source("SGLang", "sglang/srt/managers/schedule_batch.py", "0.4, 0.5"),),
+        triggers=("Prefill out of memory",),
     ),
     text_format(
         "V2",
@@ -50,7 +67,7 @@ SERVING = (
         r"|larger than the available KV cache memory"
         r"|CUDA out of memory occurred when warming up"
         r"|leave no GPU memory for the KV cache"
-        r"|Not enough memory\. Please try to increase --mem-fraction-static"
+        r"|Not enough memory\. Please try (?:to increase|increasing) --mem-fraction-static"
         r"|Capture cuda graph failed.{0,200}mem-fraction-static"
         r"|Not enough memory to handle (?:[0-9]{1,9} prefill tokens|`max_total_tokens)",
         examples=(

@@ -5,7 +5,13 @@ The first entry that matches wins, so a specific text precedes the general one.
 
 from __future__ import annotations
 
-from services.shared.memory.oom_log.formats import devices, host, kills, serving
+from services.shared.memory.oom_log.formats import (
+    devices,
+    frameworks,
+    host,
+    kills,
+    serving,
+)
 from services.shared.memory.oom_log.formats.text_format import TextFormat
 
 OTHER_FORMATS: tuple[TextFormat, ...] = (
@@ -13,6 +19,7 @@ OTHER_FORMATS: tuple[TextFormat, ...] = (
     *host.ON_CHIP,
     *host.SHARED_MEMORY,
     *serving.SERVING,
+    *frameworks.FRAMEWORKS,
     *devices.RUNTIMES,
     *host.PINNED,
     *devices.DRIVERS,

@@ -37,7 +37,8 @@ class Origin:
 class TextFormat:
     """One text: what it says, where it is from, and the words of it that a scan looks for.
 
-    Named groups of `expression`: `tried` is a request in bytes; `size` is a printed size; `free_gib`,
+    Named groups of `expression`: `tried` and `wanted` are a request in bytes; `size` is a printed size and
+    `held` that of what was allocated; `free_gib`,
     `total_gib` and `wanted_gib` are numbers of gibibytes; `resident_kib` is what a killed process
     held, in kibibytes. Each of `examples` is read as this format.
     """
