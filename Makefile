@@ -148,6 +148,10 @@ $(FUZZ)/.installed: tests/fuzz/requirements.txt constraints.txt | python
 fuzz: $(INSTALLED) $(FUZZ)/.installed ## Fuzz every route of a running API with thousands of requests (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $(FUZZ)/bin/schemathesis $(ARGS)
 
+.PHONY: fuzz-logs
+fuzz-logs: $(INSTALLED) ## Diagnose 20,000 mutated logs: none may raise (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.logs $(ARGS)
+
 AUDIT := .stillhouse/audit/venv
 
 $(AUDIT)/.installed: | python

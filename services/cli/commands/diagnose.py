@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from services.cli.views.diagnosis import show_diagnosis
+from services.cli.views.diagnosis_tables import show_everything
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.case import Case
 from services.shared.memory.forensics.diagnose import diagnose as diagnose_case
@@ -59,6 +60,9 @@ def diagnose(
     step: Annotated[int | None, typer.Option(help="The step it failed in.")] = None,
     exit_code: Annotated[int | None, typer.Option(help="Exit code of the failed rank.")] = None,
     torch: Annotated[str | None, typer.Option(help="Version of torch.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print every explanation, change and note.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Diagnose an out-of-memory failure: which tensor, whether sharding was active, what to change."""
@@ -94,7 +98,8 @@ def diagnose(
         return
     console = Console()
     width = console.width if console.is_terminal else max(console.width, _NARROWEST)
-    show_diagnosis(Console(width=width), diagnosis)
+    show = show_everything if everything else show_diagnosis
+    show(Console(width=width), diagnosis)
 
 
 def _size(text: str | None, field: str) -> int | None:

@@ -1,178 +1,104 @@
-"""The readable form of a diagnosis: verdict, facts, hypotheses, next measurement, remedies."""
+"""A diagnosis on one screen: the answer, the facts behind it, and lines to paste."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from services.shared.memory.forensics.diagnosis import Confidence, Diagnosis, Hypothesis, Strength
-from services.shared.memory.planning.plan_contract import Verdict
-from services.shared.memory.sizes import format_size
+from services.cli.views.diagnosis_tables import facts, headline, lines_to_paste, peak, why
+from services.shared.memory.forensics.diagnosis import (
+    Confidence,
+    Diagnosis,
+    Hypothesis,
+    Remedy,
+    Strength,
+)
 
-_STYLES = {
-    Confidence.CERTAIN: "bold red",
-    Confidence.LIKELY: "bold yellow",
-    Confidence.UNDECIDED: "bold cyan",
-}
-_MARKS = {
-    Strength.CERTAIN: ("certain", "bold green"),
-    Strength.LIKELY: ("likely", "green"),
-    Strength.POSSIBLE: ("left", "yellow"),
-    Strength.EXCLUDED: ("excluded", "red"),
-}
-_VERDICTS = {
-    Verdict.FITS: ("fits", "green"),
-    Verdict.TIGHT: ("tight", "yellow"),
-    Verdict.DOES_NOT_FIT: ("no", "red"),
-    Verdict.UNKNOWN: ("unknown", "default"),
-}
-_MOST_CANDIDATES = 3
+# Lines of the smallest terminal that people still open.
+SCREEN_LINES = 24
+_MOST_LEFT = 4
+_MOST_REMEDIES = 3
+_LINES_OF_THE_FIRST = 4
+_LINES_OF_OTHERS = 2
+_LONGEST_MEASUREMENT = 3  # lines
+_LABEL = 9  # columns
 
 
 def show_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
-    """Print `diagnosis`, the verdict first and what to do last."""
-    console.print(_headline(diagnosis))
-    console.print(_facts(diagnosis))
-    if diagnosis.hypotheses:
-        console.print(_explanations(diagnosis.hypotheses))
+    """Print `diagnosis` on one screen, the answer first; sentences are shortened, lines to paste are not."""
+    width = console.width
+    lines = [
+        _shortened(headline(diagnosis), 2 * width),
+        *(_fact(name, value, width) for name, value in facts(diagnosis)),
+        *_explanations(diagnosis, width),
+    ]
     if diagnosis.next_measurement:
-        console.print(Text.assemble(("Measure next: ", "bold"), diagnosis.next_measurement))
-    if diagnosis.remedies:
-        console.print(_remedies(diagnosis))
-    for note in diagnosis.notes:
-        console.print(Text(f"Note: {note}.", style="dim"))
+        measure = Text.assemble(("Measure next: ", "bold"), diagnosis.next_measurement)
+        lines.append(_shortened(measure, _LONGEST_MEASUREMENT * width - 20))
+    taken = sum(-(-len(line) // width) for line in lines) + 2
+    lines += _changes(diagnosis, width, room=SCREEN_LINES - taken)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    rest = _rest(diagnosis)
+    if rest:
+        console.print(Text(f"More with --all: {rest}.", style="dim"), soft_wrap=True)
 
 
-def _headline(diagnosis: Diagnosis) -> Text:
-    style = _STYLES[diagnosis.confidence]
-    cause = str(diagnosis.cause).replace("_", " ")
-    text = Text(cause.upper(), style=style)
+def _fact(name: str, value: str, width: int) -> Text:
+    first = value.split("\n")[0]
+    text = Text.assemble((f"{name:<{_LABEL}}", "bold"), first)
+    return _shortened(text, width)
+
+
+def _shortened(text: Text, most: int) -> Text:
+    """Return `text` with at most `most` columns, cut between words."""
+    if len(text) <= most:
+        return text
+    cut = text.plain.rfind(" ", 0, most - 1)
+    return text[: cut if cut > 0 else most - 2] + Text(" …")
+
+
+def _explanations(diagnosis: Diagnosis, width: int) -> Iterator[Text]:
+    """Yield why the first explanation holds, or each that is left."""
     if diagnosis.confidence is not Confidence.UNDECIDED:
-        text.append(f" ({diagnosis.confidence})", style=style)
-    text.append(f"  {diagnosis.summary}", style="not bold default")
-    return text
+        best = diagnosis.hypotheses[0]
+        yield _fact("Why", why(best), width)
+        return
+    left = [h for h in diagnosis.hypotheses if h.strength is not Strength.EXCLUDED]
+    for hypothesis in left[:_MOST_LEFT]:
+        yield _fact("Left", f"{hypothesis.what}: {_reason(hypothesis)}", width)
 
 
-def _facts(diagnosis: Diagnosis) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
-    for name, value in (
-        ("Message", _message_line(diagnosis)),
-        ("Request", _request_line(diagnosis)),
-        ("Sharded", f"{diagnosis.sharded}: {'; '.join(diagnosis.sharded_evidence)}"),
-        ("Needs", _needs_line(diagnosis)),
-    ):
-        if value:
-            grid.add_row(name, Text(value))
-    return grid
+def _reason(hypothesis: Hypothesis) -> str:
+    return why(hypothesis) or str(hypothesis.cause).replace("_", " ")
 
 
-def _message_line(diagnosis: Diagnosis) -> str:
-    message, accounts = diagnosis.message, diagnosis.accounts
-    if message is None:
-        return "none found"
-    if accounts.requested_bytes is None and accounts.allocated_bytes is None:
-        return f"{message.backend}, {message.kind}: {message.text[:90]}"
-    parts = []
-    for size, words in (
-        (accounts.requested_bytes, "requested"),
-        (accounts.allocated_bytes, "allocated"),
-        (accounts.cached_bytes, "cached, unallocated"),
-        (accounts.free_bytes, "free"),
-        (accounts.outside_bytes, "outside of torch"),
-        (accounts.total_bytes, "card"),
-    ):
-        if size is not None:
-            parts.append(f"{format_size(size)} {words}")
-    return f"{str(message.backend).upper()}: {', '.join(parts)} [{message.format_id}]"
+def _changes(diagnosis: Diagnosis, width: int, *, room: int) -> Iterator[Text]:
+    for index, remedy in enumerate(diagnosis.remedies[:_MOST_REMEDIES]):
+        pasted = lines_to_paste(remedy)[: _LINES_OF_OTHERS if index else _LINES_OF_THE_FIRST]
+        needed = 1 + sum(-(-len(line) // width) for line in pasted)
+        if index and needed > room:
+            return
+        room -= needed
+        yield _change(remedy, width)
+        yield from pasted
 
 
-def _request_line(diagnosis: Diagnosis) -> str:
-    lines = []
-    for found in diagnosis.request[:_MOST_CANDIDATES]:
-        match = str(found.match).replace("_", " ") + (", ambiguous" if found.ambiguous else "")
-        lines.append(f"{found.what}, {found.dtype}, {format_size(found.size_bytes)} ({match})")
-    return "\n".join(lines)
+def _change(remedy: Remedy, width: int) -> Text:
+    planned = peak(remedy.predicted_peak_bytes, remedy.verdict)
+    text = Text.assemble((f"{'Change':<{_LABEL}}", "bold"), remedy.change)
+    if not planned:
+        return _shortened(text, width)
+    return _shortened(text, width - len(planned) - 2) + Text("  ") + planned
 
 
-def _needs_line(diagnosis: Diagnosis) -> str:
-    needs, planned = diagnosis.needs, diagnosis.planned
-    parts = []
-    if needs:
-        parts.append(
-            f"{needs.num_parameters / 1e9:.3f} B parameters x {needs.bytes_per_parameter} B = "
-            f"{format_size(needs.whole_state_bytes)}"
-        )
-    if needs and needs.rank_state_bytes:
-        parts.append(f"{format_size(needs.rank_state_bytes)} a rank before any activation")
-    if planned:
-        verdict = str(planned.verdict).replace("_", " ")
-        fused = planned.fused_peak_bytes
-        instead = f", {format_size(fused)} fused" if fused else ""
-        parts.append(
-            f"planned peak {format_size(planned.peak_bytes)} "
-            f"({planned.optimizer_impl} optimizer{instead}) of "
-            f"{format_size(planned.budget_bytes)} usable: {verdict}"
-        )
-    return "; ".join(parts)
-
-
-def _explanations(hypotheses: tuple[Hypothesis, ...]) -> Table:
-    """Return a row for each hypothesis: its predictions where computed, else its reasons."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("Explanation", ratio=5)
-    table.add_column("allocated", no_wrap=True, justify="right")
-    table.add_column("requests", no_wrap=True, justify="right")
-    table.add_column("where, and why", ratio=5)
-    for hypothesis in hypotheses:
-        mark, style = _MARKS[hypothesis.strength]
-        table.add_row(
-            Text(mark, style=style),
-            Text(hypothesis.what),
-            _size(hypothesis.predicted_allocated_bytes),
-            _size(hypothesis.predicted_request_bytes),
-            Text(_why(hypothesis)),
-        )
-    return table
-
-
-def _size(size: int | None) -> str:
-    return "" if size is None else format_size(size)
-
-
-def _why(hypothesis: Hypothesis) -> str:
-    if not hypothesis.where:
-        return "; ".join((*hypothesis.reasons, *hypothesis.objections))
-    if hypothesis.strength is Strength.EXCLUDED:
-        never = [text for text in hypothesis.objections if " never " in text or "nothing" in text]
-        return "; ".join((hypothesis.where, *(text.rpartition("; ")[2] for text in never)))
-    tokens = " or ".join(f"{tokens:,}" for tokens in hypothesis.tokens)
-    parts = [hypothesis.where, f"{tokens} tokens" if tokens else "", *hypothesis.objections]
-    return "; ".join(part for part in parts if part)
-
-
-def _remedies(diagnosis: Diagnosis) -> Table:
-    fewer = next((r.one_rank_less.ranks for r in diagnosis.remedies if r.one_rank_less), None)
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("What to change", ratio=4)
-    table.add_column("peak a rank", no_wrap=True)
-    if fewer:
-        table.add_column(f"on {fewer}", no_wrap=True)
-    table.add_column("costs", ratio=4)
-    for remedy in diagnosis.remedies:
-        cells = [Text(remedy.change), _peak(remedy.predicted_peak_bytes, remedy.verdict)]
-        if fewer:
-            less = remedy.one_rank_less
-            cells.append(_peak(less.predicted_peak_bytes, less.verdict) if less else Text(""))
-        table.add_row(*cells, Text(remedy.costs.partition(";")[0]))
-    return table
-
-
-def _peak(size: int | None, verdict: Verdict) -> Text:
-    if size is None:
-        return Text("")
-    word, style = _VERDICTS[verdict]
-    return Text(f"{size / 2**30:.2f} GiB {word}", style=style)
+def _rest(diagnosis: Diagnosis) -> str:
+    excluded = sum(h.strength is Strength.EXCLUDED for h in diagnosis.hypotheses)
+    counted = (
+        (excluded, "excluded explanations"),
+        (len(diagnosis.remedies), "changes with all their lines"),
+        (len(diagnosis.notes), "notes"),
+    )
+    return ", ".join(f"{count} {what}" for count, what in counted if count)

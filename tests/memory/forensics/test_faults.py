@@ -12,6 +12,7 @@ from services.shared.memory.forensics.diagnose import diagnose
 from services.shared.memory.forensics.diagnosis import Cause, Confidence, Diagnosis, Strength
 from services.shared.memory.oom_log.log_scanner import read_log
 from services.shared.memory.sizes import GIB, MIB
+from tests.fuzz.logs import mutated
 
 
 class Fault(TypedDict):
@@ -82,23 +83,6 @@ def test_numbers_are_read_without_the_words() -> None:
     assert killed is not None
     assert killed.process is not None
     assert killed.process.size_bytes == 64210944 * 1024
-
-
-def mutated(text: str, chance: random.Random) -> str:
-    for _ in range(chance.randint(1, 6)):
-        start = chance.randrange(len(text) + 1)
-        end = min(len(text), start + chance.randint(0, 30))
-        kind = chance.randrange(4)
-        inserted = chance.choice(["", "9" * 20, " GiB", "\n", "(", "\ufffd", "-9", " 1e999 ", "%s"])
-        if kind == 0:
-            text = text[:start] + text[end:]
-        elif kind == 1:
-            text = text[:start] + inserted + text[start:]
-        elif kind == 2:
-            text = text[:start] + text[start:end] * 3 + text[end:]
-        else:
-            text = text[end:] + text[:start]
-    return text
 
 
 def test_mutated_logs_never_raise() -> None:

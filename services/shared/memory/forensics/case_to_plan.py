@@ -9,6 +9,11 @@ from services.shared.memory.errors import InvalidInput
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import Framework
 from services.shared.memory.hardware import DEVICES, Device, Hardware
+from services.shared.memory.planning.timeline_views import (
+    FrozenBase,
+    TimelineView,
+    ZeroPartitions,
+)
 from services.shared.memory.recipe import (
     Engine,
     Loading,
@@ -26,6 +31,8 @@ _ENGINES = {
     Framework.FSDP1: Engine.FSDP1,
     Framework.FSDP2: Engine.FSDP2,
     Framework.ZERO3: Engine.FSDP2,
+    Framework.ZERO1: Engine.DDP,
+    Framework.ZERO2: Engine.DDP,
     Framework.DDP: Engine.DDP,
     Framework.NONE: Engine.DDP,
 }
@@ -59,12 +66,40 @@ def recipe_of(evidence: Evidence, **changes: Any) -> Recipe:
         "offload": _offload(evidence),
         "loading": Loading.RANK0,
     }
+    if evidence.trains_adapters and _stated_parameters(evidence) is None:
+        # Frozen weights are loaded in the compute dtype.
+        values |= {"parameters": Precision.BFLOAT16, "upcast_after_wrap": False}
     if values["parameters"].size_bytes == 2 or evidence.precision.mixed:
         half = Precision.FLOAT16 if _half_is_float16(evidence) else Precision.BFLOAT16
         values["compute"] = values["reduce"] = half
     elif _stated_parameters(evidence) is Precision.FLOAT32 and not evidence.precision.mixed:
         values["compute"] = values["reduce"] = values["checkpoint"] = Precision.FLOAT32
     return Recipe(**{**values, **changes})
+
+
+_ZERO_STAGES = {Framework.ZERO1: 1, Framework.ZERO2: 2, Framework.ZERO3: 3}
+# Of all parameters, where the log does not count those that train: rank 16 on every matrix of a 7B model.
+_ADAPTER_SHARE = 0.005
+
+
+def viewed(evidence: Evidence, recipe: Recipe, ranks: int) -> tuple[Recipe, TimelineView | None]:
+    """Return how the case's training differs from `recipe`, and the recipe from which that follows.
+
+    Adapters have no state of the base under any recipe; ZeRO has its own partitions while the optimizer is
+    AdamW on the device. Everything else is as the recipe says: the view is None.
+    """
+    if evidence.trains_adapters:
+        stated = evidence.log.settings.trainable_parameters
+        usual = int(_ADAPTER_SHARE * (evidence.num_parameters or 0))
+        return recipe, FrozenBase(evidence.precision.bits, stated or usual)
+    stage = _ZERO_STAGES.get(evidence.framework) if evidence.framework else None
+    if stage is None or recipe.optimizer is not Optimizer.ADAMW or recipe.optimizer_in_backward:
+        return recipe, None
+    replica = recipe.engine is Engine.DDP
+    if recipe.offload is not Offload.NONE or replica == (stage == 3):
+        return recipe, None
+    halves = recipe.with_changes({"parameters": recipe.compute, "upcast_after_wrap": False})
+    return halves, ZeroPartitions(stage if replica else 3, ranks)
 
 
 def _offload(evidence: Evidence) -> Offload:

@@ -145,6 +145,45 @@ def certain(cause: Cause, what: str, *reasons: str) -> Hypothesis:
 RecipeChanges = dict[str, str | int | bool | None]  # fields of a recipe, and their new values
 
 
+class Launcher(str, Enum):
+    """Where a line is pasted."""
+
+    ENVIRONMENT = "environment"
+    SHELL = "shell"
+    TORCHRUN = "torchrun"
+    ACCELERATE = "accelerate"  # its YAML
+    DEEPSPEED = "deepspeed"  # an object to merge into its JSON
+    TRANSFORMERS = "transformers"  # arguments of its Trainer
+    PYTHON = "python"  # the training script
+    DOCKER = "docker"  # options of `docker run`
+    COMPOSE = "compose"
+    KUBERNETES = "kubernetes"
+    SLURM = "slurm"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+    __str__ = str.__str__
+
+
+class LauncherLineDict(TypedDict):
+    """A line to paste, and where."""
+
+    launcher: Launcher
+    line: str
+
+
+@dataclass(frozen=True)
+class LauncherLine:
+    """One line that makes a change, in the form that a launcher takes."""
+
+    launcher: Launcher
+    line: str
+
+    def to_dict(self) -> LauncherLineDict:
+        """Return the line as plain values."""
+        return {"launcher": self.launcher, "line": self.line}
+
+
 class FewerRanksDict(TypedDict):
     """What a remedy comes to on one rank less."""
 
@@ -164,9 +203,9 @@ class _RequiredRemedyDict(TypedDict):
 class RemedyDict(_RequiredRemedyDict, total=False):
     """A remedy as plain values; `changes` can be sent with a retry as they are."""
 
-    one_rank_less: (
-        FewerRanksDict | None
-    )  # absent where the remedy is from the plan of a job of ours
+    # Both are absent where the remedy is from the plan of a job of ours.
+    one_rank_less: FewerRanksDict | None
+    lines: list[LauncherLineDict]
 
 
 @dataclass(frozen=True)
@@ -188,7 +227,10 @@ class FewerRanks:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change, the peak per rank after it, whether that fits, and what it costs."""
+    """A change, the peak per rank after it, whether that fits, what it costs, and lines to paste.
+
+    Each of `lines` makes the change in one launcher; the first is for the job's own where that is known.
+    """
 
     change: str
     predicted_peak_bytes: int | None
@@ -196,6 +238,7 @@ class Remedy:
     costs: str
     changes: RecipeChanges = field(default_factory=dict)
     one_rank_less: FewerRanks | None = None
+    lines: tuple[LauncherLine, ...] = ()
 
     def to_dict(self) -> RemedyDict:
         """Return the remedy as plain values."""
@@ -206,6 +249,7 @@ class Remedy:
             "costs": self.costs,
             "changes": self.changes,
             "one_rank_less": self.one_rank_less.to_dict() if self.one_rank_less else None,
+            "lines": [line.to_dict() for line in self.lines],
         }
 
 

@@ -7,18 +7,28 @@ upper bound, since texts are padded only to the longest of their batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.errors import InvalidInput
-from services.shared.memory.forensics.case_to_plan import hardware_of, recipe_of, state_precision
+from services.shared.memory.forensics.case_to_plan import (
+    hardware_of,
+    recipe_of,
+    state_precision,
+    viewed,
+)
 from services.shared.memory.forensics.diagnosis import Cause, Hypothesis, Strength
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import FailurePhase, Framework, count_listed_devices
 from services.shared.memory.forensics.matching.candidates import Match
 from services.shared.memory.forensics.matching.rounding import Rounding, is_segment_size
+from services.shared.memory.forensics.other_trainings import (
+    ZERO_STAGES,
+    Scenario,
+    adapter_scenarios,
+    zero_scenarios,
+)
 from services.shared.memory.forensics.token_solver import (
     TOKENS_GRID,
     TYPICAL_TOKENS,
@@ -30,7 +40,6 @@ from services.shared.memory.forensics.token_solver import (
     scaling_grids,
 )
 from services.shared.memory.forensics.unsharded_scenarios import no_unit, wrapped_replica
-from services.shared.memory.hardware import Hardware
 from services.shared.memory.oom_log.message_formats import Backend
 from services.shared.memory.oom_log.message_parser import PrintedSize
 from services.shared.memory.planning.ledger import PlanPhase, Point
@@ -46,17 +55,6 @@ from services.shared.memory.recipe import (
 from services.shared.memory.sizes import format_size
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """One way of running the job; `caveat` is a further condition for it to happen."""
-
-    what: str
-    cause: Cause
-    changes: dict[str, Any]
-    ranks: int | None = None
-    caveat: str = ""
-
-
 def can_compare_timelines(evidence: Evidence) -> bool:
     """Return whether message and case suffice to compare timelines with them."""
     shape, message = evidence.shape, evidence.message
@@ -70,11 +68,21 @@ def can_compare_timelines(evidence: Evidence) -> bool:
     return (
         message.allocated is not None
         and (sure or complete)
-        and evidence.framework in (Framework.FSDP1, Framework.FSDP2)
+        and (evidence.framework in _SHARDED or _replica_of_a_known_kind(evidence))
         and not evidence.offloads
         and hardware_of(evidence) is not None
         and evidence.phase not in (FailurePhase.LOAD, FailurePhase.SAVE, FailurePhase.EVALUATE)
     )
+
+
+_SHARDED = (Framework.FSDP1, Framework.FSDP2, Framework.ZERO3)
+
+
+def _replica_of_a_known_kind(evidence: Evidence) -> bool:
+    """Return whether every rank holds all weights, with state that a timeline follows: adapters, or ZeRO."""
+    if evidence.framework in (Framework.ZERO1, Framework.ZERO2):
+        return True
+    return evidence.trains_adapters and evidence.framework in (Framework.DDP, Framework.NONE)
 
 
 def hypotheses_from_timelines(evidence: Evidence) -> tuple[Hypothesis, ...]:
@@ -84,12 +92,21 @@ def hypotheses_from_timelines(evidence: Evidence) -> tuple[Hypothesis, ...]:
     """
     if not can_compare_timelines(evidence):
         return ()
-    found = [_test_scenario(evidence, scenario) for scenario in _scenarios(evidence)]
-    found += [wrapped_replica(evidence), no_unit(evidence)]
+    found = [_test_scenario(evidence, scenario) for scenario in _scenarios_of(evidence)]
+    if evidence.shards_parameters and not evidence.trains_adapters:
+        found += [wrapped_replica(evidence), no_unit(evidence)]
     answers = [answer for answer in found if answer is not None]
     if not any(answer.strength is not Strength.EXCLUDED for answer in answers):
         return ()
     return tuple(sorted(answers, key=lambda a: (-a.strength, bool(a.objections))))
+
+
+def _scenarios_of(evidence: Evidence) -> Iterator[Scenario]:
+    if evidence.trains_adapters:
+        return adapter_scenarios(evidence)
+    if evidence.framework in ZERO_STAGES:
+        return zero_scenarios(evidence)
+    return _scenarios(evidence)
 
 
 def _scenarios(evidence: Evidence) -> Iterator[Scenario]:
@@ -167,12 +184,9 @@ def plan_with(
     hardware, shape = hardware_of(evidence, ranks=ranks), shape or evidence.shape
     if hardware is None or shape is None:
         return None
-    return _planned(shape, hardware, lambda: recipe_of(evidence, **changes))
-
-
-def _planned(shape: Shape, hardware: Hardware, recipe: Callable[[], Any]) -> Plan | None:
     try:
-        return plan(shape, recipe(), hardware)
+        recipe, view = viewed(evidence, recipe_of(evidence, **changes), hardware.ranks)
+        return plan(shape, recipe, hardware, view=view)
     except InvalidInput:
         return None
 
@@ -205,8 +219,9 @@ def _survivor(
         reasons += [f"also {others}"] if others else []
     objections = [scenario.caveat] if scenario.caveat else []
     objections += _check_stated_step(evidence, key.step, reasons)
+    updating = key.phase is PlanPhase.OPTIMIZER_STEP and evidence.framework in ZERO_STAGES
     return Hypothesis(
-        scenario.cause,
+        Cause.OPTIMIZER_TEMPORARIES if updating else scenario.cause,
         scenario.what,
         Strength.POSSIBLE,
         held.allocated,

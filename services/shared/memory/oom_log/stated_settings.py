@@ -21,6 +21,7 @@ class StatedSettings:
 
     model_name: str | None = None
     num_parameters: int | None = None
+    trainable_parameters: int | None = None  # where peft counts them
     ranks: int | None = None
     micro_batch: int | None = None
     sequence_length: int | None = None
@@ -72,6 +73,7 @@ _FREE_TEXTS: tuple[tuple[str, re.Pattern[str]], ...] = (
         ),
     ),
     ("num_parameters", re.compile(r"\|\| all params: ([0-9,]{4,20})")),
+    ("trainable_parameters", re.compile(r"trainable params: ([0-9,]{4,20})")),
     (
         "ranks",
         re.compile(
@@ -110,6 +112,7 @@ def settings_in(text: str) -> StatedSettings:
     return StatedSettings(
         model_name=found.get("model_name"),
         num_parameters=_count(found.get("num_parameters"), most=10**13),
+        trainable_parameters=_count(found.get("trainable_parameters"), most=10**13),
         ranks=_count(found.get("ranks"), most=100_000),
         micro_batch=_count(found.get("micro_batch")),
         sequence_length=_count(found.get("sequence_length")),

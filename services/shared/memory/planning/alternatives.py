@@ -18,6 +18,7 @@ from services.shared.memory.planning.recipe_changes import (
     optimizer_changes,
     teacher_changes,
 )
+from services.shared.memory.planning.timeline_views import TimelineView
 from services.shared.memory.recipe import Offload, Recipe
 
 # A change that lowers the peak by less than half a percent is not worth its cost in a set.
@@ -54,15 +55,20 @@ class Alternative:
 
 
 def alternatives(
-    shape: Shape, recipe: Recipe, hardware: Hardware, *, teacher: FrozenTeacher | None = None
+    shape: Shape,
+    recipe: Recipe,
+    hardware: Hardware,
+    *,
+    teacher: FrozenTeacher | None = None,
+    view: TimelineView | None = None,
 ) -> tuple[Alternative, ...]:
     """Return the changes of `recipe` that fit `hardware`, the least loss of fidelity first.
 
     Each change is tried alone; the lossless ones also in combination, as far as each lowers the peak;
     the others on top of that combination where they do not suffice alone. With a `teacher`, whose
-    placement may change, every plan is that of both models.
+    placement may change, every plan is that of both models; with a `view`, that of its way of training.
     """
-    search = AlternativeSearch(shape, recipe, hardware, teacher)
+    search = AlternativeSearch(shape, recipe, hardware, teacher, view)
     lossless = [*teacher_changes(teacher, hardware), *lossless_changes(recipe)]
     for candidate in lossless:
         search.offer(candidate)
@@ -115,9 +121,15 @@ class AlternativeSearch:
     """Plans one job under sets of changes and collects the sets that fit."""
 
     def __init__(
-        self, shape: Shape, recipe: Recipe, hardware: Hardware, teacher: FrozenTeacher | None
+        self,
+        shape: Shape,
+        recipe: Recipe,
+        hardware: Hardware,
+        teacher: FrozenTeacher | None,
+        view: TimelineView | None = None,
     ) -> None:
         self.shape, self.recipe, self.hardware, self.teacher = shape, recipe, hardware, teacher
+        self.view = view
         self.found: list[Alternative] = []
         self._tried: dict[tuple[Recipe, FrozenTeacher | None], Plan] = {}
         self._base = self.plan({})
@@ -163,7 +175,9 @@ class AlternativeSearch:
         """Return the plan of the job with `changes`."""
         changed = recipe, teacher = self._changed(changes)
         if changed not in self._tried:
-            self._tried[changed] = plan(self.shape, recipe, self.hardware, teacher=teacher)
+            self._tried[changed] = plan(
+                self.shape, recipe, self.hardware, teacher=teacher, view=self.view
+            )
         return self._tried[changed]
 
     def _changed(self, changes: Changes) -> tuple[Recipe, FrozenTeacher | None]:

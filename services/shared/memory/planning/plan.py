@@ -22,6 +22,7 @@ from services.shared.memory.planning.ledger import (
 from services.shared.memory.planning.plan_contract import AlternativeDict, PlanDict, Verdict
 from services.shared.memory.planning.rank_job import RankJob, job_of
 from services.shared.memory.planning.sharding_units import shard_ranks
+from services.shared.memory.planning.timeline_views import TimelineView
 from services.shared.memory.planning.training_step import timeline
 from services.shared.memory.recipe import Engine, Recipe, Sharding
 
@@ -44,6 +45,7 @@ class Plan:
     teacher_job: RankJob | None
     points: tuple[Point, ...]
     host: HostPlan
+    view: TimelineView | None = None
 
     @cached_property
     def peak(self) -> Point:
@@ -122,7 +124,7 @@ class Plan:
     @cached_property
     def timeline(self) -> tuple[Point, ...]:
         """Every point of the job, all layers included, in the order of time."""
-        return tuple(timeline(self.job, self.teacher_job, ends_only=False))
+        return _viewed(self.view, self.job, timeline(self.job, self.teacher_job, ends_only=False))
 
     def first_exceeding(self, budget_bytes: int) -> Crossing | None:
         """Return the first request that exceeds `budget_bytes`, or None."""
@@ -169,21 +171,31 @@ class Plan:
 
 
 def plan(
-    shape: Shape, recipe: Recipe, hardware: Hardware, *, teacher: FrozenTeacher | None = None
+    shape: Shape,
+    recipe: Recipe,
+    hardware: Hardware,
+    *,
+    teacher: FrozenTeacher | None = None,
+    view: TimelineView | None = None,
 ) -> Plan:
     """Return the memory plan of training `shape` with `recipe` on `hardware`.
 
     With a `teacher` it is that of a distillation: the teacher is held in the student's compute
     dtype, sharded over all ranks or whole on each, and sees the student's micro-batches; the peaks
-    are those of both models together. Raises InvalidInput for a family whose activations are
+    are those of both models together. With a `view` it is that of another way of training, such as that of
+    adapters, which follows from the recipe's. Raises InvalidInput for a family whose activations are
     unknown and for more ranks than a weight of a layer has rows.
     """
     job, teacher_job = _rank_job(shape, recipe, hardware), None
     if teacher is not None:
         teacher_job = _rank_job(teacher.shape, inference_recipe(recipe, teacher), hardware)
     host = host_plan(job, hardware, teacher=teacher_job)
-    points = tuple(timeline(job, teacher_job, ends_only=True))
-    return Plan(shape, recipe, hardware, job, teacher_job, points, host)
+    points = _viewed(view, job, timeline(job, teacher_job, ends_only=True))
+    return Plan(shape, recipe, hardware, job, teacher_job, points, host, view)
+
+
+def _viewed(view: TimelineView | None, job: RankJob, points: Sequence[Point]) -> tuple[Point, ...]:
+    return tuple(points if view is None else view.points(job, points))
 
 
 def check(shape: Shape, recipe: Recipe, hardware: Hardware) -> None:

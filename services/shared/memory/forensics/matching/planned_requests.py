@@ -13,7 +13,17 @@ from services.shared.memory.sizes import MIB
 
 _MOST_NAMES = 3
 # How names of parameter buffers begin in a timeline; everything else is an activation.
-_BUFFERS = ("gathered", "flat", "whole", "reduce", "loaded", "shards", "part of", "exp_avg")
+_BUFFERS = (
+    "gathered",
+    "flat",
+    "whole",
+    "reduce",
+    "loaded",
+    "shards",
+    "part of",
+    "exp_avg",
+    "gradient partition",
+)
 _STATE = ("exp_avg", "optimizer", "square root")
 
 

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from services.shared.memory.errors import InvalidInput
-from services.shared.memory.forensics.case_to_plan import hardware_of, recipe_of
+from services.shared.memory.forensics.case_to_plan import hardware_of, recipe_of, viewed
 from services.shared.memory.forensics.diagnosis import (
     Cause,
     FewerRanks,
     Hypothesis,
+    Launcher,
+    LauncherLine,
     RecipeChanges,
     Remedy,
     Strength,
 )
 from services.shared.memory.forensics.evidence import Evidence
 from services.shared.memory.forensics.free_text import Framework
+from services.shared.memory.forensics.other_trainings import ZERO_STAGES
+from services.shared.memory.forensics.remedies.direct_fixes import (
+    direct_fixes,
+    host_lines,
+    loading_lines,
+    smaller_jobs,
+)
+from services.shared.memory.forensics.remedies.launcher_lines import (
+    lines_of_changes,
+    sharding,
+    suitable,
+    transformers,
+)
 from services.shared.memory.forensics.scenarios import plan_with
 from services.shared.memory.forensics.state_size import Needs
+from services.shared.memory.forensics.stated_failure import failure_is_stated
 from services.shared.memory.planning.alternatives import Alternative, alternatives
 from services.shared.memory.planning.plan import Plan, plan
 from services.shared.memory.planning.plan_contract import Verdict
+from services.shared.memory.planning.timeline_views import FrozenBase
 from services.shared.memory.recipe import Engine, Offload, OptimizerImpl, Recipe, Sharding
 from services.shared.memory.sizes import format_size
 
 _MOST_RECIPES = 6
+# Fields of a recipe that DeepSpeed has no setting for.
+_OF_THE_WHOLE_STATE = frozenset(
+    {"optimizer", "optimizer_impl", "optimizer_in_backward", "embedding"}
+)
+_NOT_IN_DEEPSPEED = frozenset({"embedding", "optimizer_in_backward", "wrap", "prefetch"})
 # Causes that a recipe of less memory fixes; the others need a fault removed instead.
 _FIXED_BY_SMALLER_RECIPE = frozenset(
     {
@@ -43,98 +67,33 @@ def propose_remedies(
     evidence: Evidence, needs: Needs | None, cause: Cause, hypotheses: tuple[Hypothesis, ...]
 ) -> tuple[Remedy, ...]:
     """Return what to change, the fault itself first, with the peak per rank after each change."""
-    remedies = list(_direct_fixes(evidence, needs, cause))
+    remedies = direct_fixes(evidence, cause)
+    if cause is Cause.NOT_SHARDED:
+        remedies.append(_enable_sharding(evidence, needs))
     if needs is not None and cause is Cause.HOST_MEMORY:
         remedies += _host_remedies(evidence, needs)
     if fixed_by_smaller_recipe(cause, device=evidence.device):
         remedies += _reduce_every_micro_batch(evidence, hypotheses)
-        remedies += _recipe_remedies(evidence)
+        planned = _recipe_remedies(evidence)
+        remedies += planned or smaller_jobs(evidence, cause)
+    if cause is Cause.UNDECIDED and failure_is_stated(evidence):
+        remedies += _fixes_of_those_left(evidence, hypotheses)
     return tuple(remedies)
+
+
+def _fixes_of_those_left(
+    evidence: Evidence, hypotheses: tuple[Hypothesis, ...]
+) -> Iterator[Remedy]:
+    """Yield what removes each cause that is left, for a reader who has to try one of them now."""
+    left = [h.cause for h in hypotheses if h.strength is Strength.POSSIBLE]
+    for cause in dict.fromkeys(left):
+        for fix in direct_fixes(evidence, cause):
+            yield replace(fix, change=f"if it is {str(cause).replace('_', ' ')}: {fix.change}")
 
 
 def fixed_by_smaller_recipe(cause: Cause, *, device: str | None) -> bool:
     """Return whether a recipe of less memory helps; on a CPU the host's memory is the device's."""
     return cause in _FIXED_BY_SMALLER_RECIPE or (cause is Cause.HOST_MEMORY and device == "cpu")
-
-
-def _unplanned(change: str, costs: str) -> Remedy:
-    return Remedy(change, None, Verdict.UNKNOWN, costs)
-
-
-def _direct_fixes(evidence: Evidence, needs: Needs | None, cause: Cause) -> list[Remedy]:
-    if cause is Cause.NOT_SHARDED:
-        return [_enable_sharding(evidence, needs)]
-    fault = _DIRECT_FIXES.get(cause)
-    return [_unplanned(*fault)] if fault else []
-
-
-_DIRECT_FIXES: dict[Cause, tuple[str, str]] = {
-    Cause.CHECKPOINT_GATHER: (
-        "save a sharded state dict, or gather on rank 0 only with offload to the CPU",
-        "a sharded checkpoint has to be consolidated before others can load it",
-    ),
-    Cause.FRAGMENTATION: (
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where the build supports it",
-        "none known on CUDA; not every HIP build has it",
-    ),
-    Cause.OUTSIDE_ALLOCATOR: (
-        "share one device mesh and its process groups over all units; compare the driver's view of "
-        "the card (nvidia-smi, rocm-smi, hy-smi) with what torch has reserved",
-        "none",
-    ),
-    Cause.OTHER_PROCESS: (
-        "find the other process in the driver's list (nvidia-smi, rocm-smi, hy-smi, outside of the "
-        "container) and end it or choose another card",
-        "none",
-    ),
-    Cause.DRIVER_LIMIT: (
-        "check below torch: map count and locked-memory limits (ulimit -l, vm.max_map_count), pinned "
-        "buffers, driver and collective library versions; a smaller batch will not help",
-        "none",
-    ),
-    Cause.FP32_UPCAST: (
-        "keep the shards in the dtype of the checkpoint: no mixed-precision flag, AdamW with "
-        "stochastic rounding in bfloat16",
-        "8 bits of mantissa in parameters and moments",
-    ),
-    Cause.WRAP_TOO_COARSE: (
-        "wrap every transformer layer, and embedding and output head, as units of their own; never "
-        "frozen and trainable parameters in one unit",
-        "a few more gathers a step",
-    ),
-    Cause.LOGITS_OR_ACTIVATIONS: (
-        "a chunked or fused loss, activation checkpointing, fused attention, shorter texts",
-        "chunking costs a few percent of time; checkpointing about a third",
-    ),
-    Cause.OWN_RANKS_ON_CARD: (
-        "torch.cuda.set_device(local_rank) before the first collective or tensor, or one visible "
-        "device a rank (CUDA_VISIBLE_DEVICES)",
-        "none",
-    ),
-    Cause.SHARED_MEMORY: (
-        "docker run --shm-size=16g (compose: shm_size: 16gb; Kubernetes: an emptyDir of medium "
-        "Memory at /dev/shm), or num_workers=0",
-        "pages of /dev/shm count as host memory",
-    ),
-    Cause.SERVING_START_UP: (
-        "vLLM: --gpu-memory-utilization 0.95 --max-model-len 8192; SGLang: --mem-fraction-static "
-        "0.9; or more cards by --tensor-parallel-size",
-        "shorter or fewer concurrent requests",
-    ),
-    Cause.NOT_DEVICE_MEMORY: (
-        "smaller blocks or fewer num_stages of the kernel, or a version tuned for this card",
-        "the kernel may be slower; the card's memory does not matter",
-    ),
-    Cause.PINNED_MEMORY: (
-        'ulimit -l unlimited (docker: --ulimit memlock=-1); DeepSpeed: "pin_memory": false in '
-        "offload_optimizer and offload_param",
-        "transfers from pageable memory are slower",
-    ),
-    Cause.OPTIMIZER_TEMPORARIES: (
-        "the fused optimizer, or foreach=False",
-        "none for fused; the loop over parameters is slower",
-    ),
-}
 
 
 def _enable_sharding(evidence: Evidence, needs: Needs | None) -> Remedy:
@@ -144,7 +103,16 @@ def _enable_sharding(evidence: Evidence, needs: Needs | None) -> Remedy:
         predicted_peak_bytes=planned.peak_bytes if planned else None,
         verdict=planned.verdict if planned else Verdict.UNKNOWN,
         costs="none: it is what was intended; layers are gathered as they are needed",
+        lines=_sharding_lines(evidence),
     )
+
+
+def _sharding_lines(evidence: Evidence) -> tuple[LauncherLine, ...]:
+    if evidence.precision.full_eval:
+        return (transformers("--bf16_full_eval false --fp16_full_eval false"),)
+    if evidence.shards_parameters and evidence.framework is not Framework.ZERO3:
+        return loading_lines(evidence)  # it was configured, and the model is loaded whole
+    return suitable(evidence, list(sharding(evidence)))
 
 
 def _share_of_weights(evidence: Evidence, needs: Needs | None) -> str:
@@ -180,29 +148,27 @@ def _host_remedies(evidence: Evidence, needs: Needs) -> list[Remedy]:
     remedies = []
     host = evidence.case.host_memory_bytes
     if evidence.offloads and needs.host_bytes and host and host > needs.host_bytes:
-        remedies.append(
-            _unplanned(
-                f"find what else is in host memory: offloading takes {format_size(needs.host_bytes)} "
-                f"of {format_size(host)}; look at data loaders (num_workers), copies of the "
-                "checkpoint by every rank, the container's own limit (docker --memory, cgroup "
-                "memory.max), other jobs",
-                "none",
-            )
+        text = (
+            f"find what else is in host memory: offloading takes {format_size(needs.host_bytes)} "
+            f"of {format_size(host)}; look at data loaders (num_workers), copies of the "
+            "checkpoint by every rank, the container's own limit (docker --memory, cgroup "
+            "memory.max), other jobs"
         )
+        limit = LauncherLine(Launcher.SHELL, "cat /sys/fs/cgroup/memory.max")
+        remedies.append(Remedy(text, None, Verdict.UNKNOWN, "none", lines=(limit,)))
     elif evidence.offloads and needs.host_bytes:
-        remedies.append(
-            _unplanned(
-                f"give the host {format_size(needs.host_bytes)}, or do not offload",
-                "offloading moves the state to the host, it does not make it smaller",
-            )
-        )
+        text = f"give the host {format_size(needs.host_bytes)}, or do not offload"
+        costs = "offloading moves the state to the host, it does not make it smaller"
+        lines = host_lines(evidence, needs.host_bytes)
+        remedies.append(Remedy(text, None, Verdict.UNKNOWN, costs, lines=lines))
     if evidence.ranks and evidence.ranks > 1:
         each = needs.whole_weights_bytes
         text = (
             "read the checkpoint on rank 0 alone, or each rank only its slices: "
             f"{format_size(each)} instead of {format_size(each * evidence.ranks)} of host memory"
         )
-        remedies.append(_unplanned(text, "loading takes longer"))
+        lines = loading_lines(evidence)
+        remedies.append(Remedy(text, None, Verdict.UNKNOWN, "loading takes longer", lines=lines))
     return remedies
 
 
@@ -221,7 +187,8 @@ def _reduce_every_micro_batch(
         "reduce the gradients of every micro-batch (accelerate: gradient_accumulation_kwargs "
         "sync_each_batch)"
     )
-    return [_as_remedy(evidence, planned, change, "one reduction more a micro-batch", {})]
+    remedy = _as_remedy(evidence, planned, change, "one reduction more a micro-batch", {})
+    return [replace(remedy, lines=lines_of_changes(evidence, {"reduce_each": True}))]
 
 
 def _recipe_remedies(evidence: Evidence) -> list[Remedy]:
@@ -230,11 +197,25 @@ def _recipe_remedies(evidence: Evidence) -> list[Remedy]:
     if base is None or hardware is None or evidence.shape is None:
         return []
     try:
-        offered = alternatives(evidence.shapes[-1], base, hardware)
+        base, view = viewed(evidence, base, hardware.ranks)
+        # The changes of a recipe are not ZeRO's; the same job under FSDP is what they are planned for.
+        only_adapters = view if isinstance(view, FrozenBase) else None
+        offered = [
+            offer
+            for offer in alternatives(evidence.shapes[-1], base, hardware, view=only_adapters)
+            if not _unavailable(evidence) & set(offer.changes)
+        ]
     except InvalidInput:
         return []
     remedies = [_from_alternative(evidence, offer) for offer in offered[:_MOST_RECIPES]]
     return remedies + _rejected_offload(evidence, base)
+
+
+def _unavailable(evidence: Evidence) -> frozenset[str]:
+    """Return the fields of a recipe that would not help this way of training, or do not exist in it."""
+    if evidence.trains_adapters:
+        return _OF_THE_WHOLE_STATE
+    return _NOT_IN_DEEPSPEED if evidence.framework in ZERO_STAGES else frozenset()
 
 
 def _base_recipe(evidence: Evidence) -> Recipe | None:
@@ -264,6 +245,7 @@ def _as_remedy(
         costs=costs,
         changes=changes,
         one_rank_less=_one_rank_less(evidence, planned),
+        lines=lines_of_changes(evidence, changes),
     )
 
 
@@ -274,7 +256,7 @@ def _one_rank_less(evidence: Evidence, planned: Plan) -> FewerRanks | None:
     if hardware is None:
         return None
     try:
-        fewer = plan(planned.shape, planned.recipe, hardware)
+        fewer = plan(planned.shape, planned.recipe, hardware, view=planned.view)
     except InvalidInput:
         return None
     return FewerRanks(ranks, fewer.peak_bytes, fewer.verdict)

@@ -45,7 +45,7 @@ def driver_refusal(evidence: Evidence) -> Hypothesis | None:
         if evidence.offloads or Site.PINNING in evidence.sites:
             more = "with offloading such a message usually means pinned host memory, not the card"
             return likely(Cause.PINNED_MEMORY, "pinned host memory or its limit", text, more)
-        if message.format_id in ("X3", "P4"):
+        if message.format_id == "X3" and "OUT_OF_RESOURCES" in message.text:
             return likely(Cause.DRIVER_LIMIT, "a driver-level limit", text)
         return possible(Cause.DRIVER_LIMIT, "a driver-level limit", text)
     return _driver_with_memory_free(evidence)
