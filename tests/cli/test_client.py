@@ -119,7 +119,18 @@ def test_a_response_that_is_not_an_event_stream_is_reported() -> None:
 
 def test_planned_and_measured_memory_are_shown_together() -> None:
     job = {
-        "plan": {"peak_bytes": 50 * GIB, "verdict": "fits"},
+        "plan": {
+            "peak_bytes": 50 * GIB,
+            "verdict": "fits",
+            "decisions": [
+                {
+                    "field": "recipe.compute",
+                    "value": "float32",
+                    "basis": "measured",
+                    "why": "bfloat16 measured 5.6 times slower than float32",
+                }
+            ],
+        },
         "measured": {"0": {"forward": 40 * GIB}, "3": {"forward": 41 * GIB, "backward": 51 * GIB}},
         "diagnosis": {
             "cause": "capacity",
@@ -129,6 +140,10 @@ def test_planned_and_measured_memory_are_shown_together() -> None:
     }
     assert memory_rows(cast(JobResponse, job)) == [
         ("planned", "50.00 GiB per rank, fits"),
+        (
+            "compute",
+            "float32 (measured: bfloat16 measured 5.6 times slower than float32)",
+        ),
         ("measured", "51.00 GiB on rank 3, the maximum"),
         ("diagnosis", "capacity (likely)"),
         ("remedy", "Adafactor: fits"),

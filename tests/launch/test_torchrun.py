@@ -100,6 +100,13 @@ def test_gloo_uses_the_loopback_interface() -> None:
     assert rank_environment(CPU, environment={})["GLOO_SOCKET_IFNAME"] == "lo"
 
 
+def test_ranks_on_a_cpu_get_huge_pages_unless_the_operator_decided() -> None:
+    assert rank_environment(CPU, environment={})["THP_MEM_ALLOC_ENABLE"] == "1"
+    off = {"THP_MEM_ALLOC_ENABLE": "0"}
+    assert rank_environment(CPU, environment=off)["THP_MEM_ALLOC_ENABLE"] == "0"
+    assert "THP_MEM_ALLOC_ENABLE" not in rank_environment(DCU, environment={})
+
+
 def test_the_command_runs_the_module_on_every_rank_of_one_node() -> None:
     command = plan_launch(
         "services.trainer.main", Path("/r"), resources=CPU, environment={}

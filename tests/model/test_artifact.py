@@ -40,18 +40,25 @@ def artifact_dir(
     return export(tmp_path / "model", make_classifier("qwen3"), tokenizer_dir, heads)
 
 
-def export(directory: Path, classifier: Classifier, tokenizer_dir: Path, heads: list[Head]) -> Path:
+def export(
+    directory: Path,
+    classifier: Classifier,
+    tokenizer_dir: Path,
+    heads: list[Head],
+    *,
+    prefix: str = "",
+) -> Path:
     save_classifier(classifier, directory)
     shutil.copytree(tokenizer_dir, directory, dirs_exist_ok=True)
     tokenizer = load_tokenizer(tokenizer_dir)
-    save_golden(
-        directory, record_golden(classifier, tokenizer, ["good", "酒店"], max_length=16, prefix="")
-    )
+    texts = ["good", "酒店"]
+    golden = record_golden(classifier, tokenizer, texts, max_length=16, prefix=prefix)
+    save_golden(directory, golden)
     seal_artifact(
         directory,
         heads=heads,
         pooling=classifier.pooling,
-        prefix="",
+        prefix=prefix,
         lineage={"job_id": "job_1"},
         metrics={"heads": {}},
         max_length=16,

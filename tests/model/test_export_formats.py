@@ -9,7 +9,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from services.shared.datasets.card import Head
+from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.artifact import load_classifier
+from services.shared.model.classifier import initialise_heads, wrap_backbone
 from services.shared.model.export_formats import export_artifact
 from services.shared.model.sequence_classification import NotExpressible
 from tests.model.test_artifact import IDS, export
@@ -45,9 +47,19 @@ def test_each_head_is_exported_as_a_directory_that_transformers_loads(
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporter's own
-@pytest.mark.parametrize("kind", ["qwen3", "bert"])  # ten seconds each
+@pytest.mark.parametrize(  # five to ten seconds each
+    ("kind", "pooling"),
+    [
+        ("qwen3", None),
+        ("llama", None),
+        ("bert", None),
+        ("xlm-roberta", Pooling.MEAN),
+        ("modernbert", Pooling.MEAN),
+    ],
+)
 def test_onnx_runtime_gives_the_logits_of_the_artifact(
     kind: str,
+    pooling: Pooling | None,
     tmp_path: Path,
     make_classifier: MakeClassifier,
     tokenizer_dir: Path,
@@ -55,7 +67,8 @@ def test_onnx_runtime_gives_the_logits_of_the_artifact(
 ) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    classifier = make_classifier(kind)
+    classifier = wrap_backbone(make_classifier(kind).backbone, heads, pooling=pooling).eval()
+    initialise_heads(classifier, seed=0)
     torch.nn.init.ones_(classifier.heads.get_parameter("sentiment.bias"))
     artifact = export(tmp_path / "model", classifier, tokenizer_dir, heads)
     found = export_artifact(artifact, format="onnx", out=tmp_path / "out")

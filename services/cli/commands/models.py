@@ -85,7 +85,7 @@ def show(
     table.add_row("files", model["path"])
     console = Console(highlight=False)
     console.print(table)
-    _print_evaluation(model, console)
+    print_evaluation(model, console)
 
 
 @app.command()
@@ -230,7 +230,7 @@ def export(
         Console(highlight=False).print(f"{head}: logits differ by at most {difference:.1e}.")
 
 
-def _print_evaluation(model: ModelResponse, console: Console) -> None:
+def print_evaluation(model: ModelResponse, console: Console) -> None:
     """Print the scores of the model, its teacher and its baseline, and how it compares with them."""
     metrics = model["metrics"] or {}
     kind = "student" if model["kind"] == "distill" else model["kind"]
