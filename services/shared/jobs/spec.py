@@ -137,10 +137,13 @@ class Recipe(_Spec):
     reduce: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: as `compute`."
     )
-    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "sgd"] = Field(
+    optimizer: Literal[
+        "adamw", "adamw_bf16", "adamw_8bit", "adamw_split", "adamw_split24", "adafactor", "sgd"
+    ] = Field(
         "adamw",
         description="adamw_bf16 keeps parameters and moments in bfloat16 with stochastic rounding, "
-        "adamw_8bit the moments in 8-bit blocks.",
+        "adamw_8bit the moments in 8-bit blocks; adamw_split has 8-bit moments and splits an exact 32-bit "
+        "master into the bfloat16 parameter and 16 further bits, adamw_split24 a 24-bit one.",
     )
     optimizer_impl: Literal["fused", "foreach", "for_loop"] = "fused"
     optimizer_in_backward: bool = Field(

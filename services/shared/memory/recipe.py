@@ -57,15 +57,25 @@ class Engine(str, Enum):
 
 
 class Optimizer(str, Enum):
-    """The update rule; `adamw_bf16` keeps parameters and moments in bfloat16."""
+    """The update rule; `adamw_bf16` keeps parameters and moments in bfloat16, `adamw_split` the rest of a
+    32-bit master apart from bfloat16 parameters, with 8-bit moments, `adamw_split24` that of a 24-bit one.
+    """
 
     ADAMW = "adamw"
     ADAMW_BF16 = "adamw_bf16"
     ADAMW_8BIT = "adamw_8bit"
+    ADAMW_SPLIT = "adamw_split"
+    ADAMW_SPLIT24 = "adamw_split24"
     ADAFACTOR = "adafactor"
     SGD = "sgd"
 
     __str__ = str.__str__
+
+
+# Their parameters are bfloat16, whatever the recipe says.
+BFLOAT16_OPTIMIZERS = frozenset(
+    {Optimizer.ADAMW_BF16, Optimizer.ADAMW_SPLIT, Optimizer.ADAMW_SPLIT24}
+)
 
 
 class OptimizerImpl(str, Enum):
@@ -184,7 +194,7 @@ class Recipe:
                 raise InvalidInput(
                     name, f"{value!r}", accepted=f"a whole number from {low} to {high}"
                 )
-        if self.optimizer is Optimizer.ADAMW_BF16:
+        if self.optimizer in BFLOAT16_OPTIMIZERS:
             object.__setattr__(self, "parameters", Precision.BFLOAT16)
         self._check_combinations()
 

@@ -41,7 +41,7 @@ def inference_recipe(recipe: Recipe) -> Recipe:
             "wrap": "layer",
             "parameters": recipe.compute,
             "reduce": recipe.compute,
-            "optimizer": "adamw",  # none is built; adamw_bf16 would fix the parameters' type
+            "optimizer": "adamw",  # none is built; some fix the parameters' type
             "activation_checkpointing": False,
             "offload": "none",
         }

@@ -32,6 +32,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer_impl": "fused"},
     "adamw_bf16": {"optimizer": "adamw_bf16"},
     "adamw_8bit": {"optimizer": "adamw_8bit"},
+    "adamw_split": {"optimizer": "adamw_split", "optimizer_in_backward": True},
+    "adamw_split24": {"optimizer": "adamw_split24"},
     "adafactor": {"optimizer": "adafactor"},
     "in backward": {"optimizer_in_backward": True},
 }
@@ -70,7 +72,7 @@ def checkpoints(world: World, directory: Path) -> Any:
 def checkpoints_change_hands(world: World, directory: Path) -> Any:
     """What two ranks saved in halves, replicas and the other engine read whole."""
     found = {}
-    for name in ("adamw", "adamw_8bit"):
+    for name in ("adamw", "adamw_8bit", "adamw_split"):
         sharded = made(world, recipe(optimizer=name))
         optimizer = build_optimizer(sharded, training(), world)
         train(sharded, optimizer, world, steps=range(2))

@@ -6,7 +6,15 @@ import pytest
 
 from tests.training.rank_checks import Measured
 
-RECIPES = ["adamw", "adamw_bf16", "adamw_8bit", "adafactor", "in backward"]
+RECIPES = [
+    "adamw",
+    "adamw_bf16",
+    "adamw_8bit",
+    "adamw_split",
+    "adamw_split24",
+    "adafactor",
+    "in backward",
+]
 
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
@@ -23,7 +31,9 @@ def test_nothing_is_pickled(measured: Measured) -> None:
 
 
 @pytest.mark.parametrize("reader", ["none", "full"])
-@pytest.mark.parametrize(("optimizer", "allowed"), [("adamw", 1e-6), ("adamw_8bit", 1e-2)])
+@pytest.mark.parametrize(
+    ("optimizer", "allowed"), [("adamw", 1e-6), ("adamw_8bit", 1e-2), ("adamw_split", 1e-2)]
+)
 def test_another_layout_reads_what_two_ranks_saved(
     measured: Measured, optimizer: str, allowed: float, reader: str
 ) -> None:

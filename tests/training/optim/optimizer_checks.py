@@ -68,7 +68,7 @@ def rules_follow_plain_optimizers(world: World, directory: Path) -> Any:
 @check
 def small_state_learns_like_fp32(world: World, directory: Path) -> Any:
     found = {}
-    for name in ("adamw", "adamw_bf16", "adamw_8bit"):
+    for name in ("adamw", "adamw_bf16", "adamw_8bit", "adamw_split", "adamw_split24"):
         for engine in ENGINES:
             sharded = made(world, recipe(optimizer=name), engine)
             optimizer = build_optimizer(sharded, training(), world)

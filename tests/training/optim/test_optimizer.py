@@ -61,7 +61,20 @@ def test_two_8_bit_moments_take_little_more_than_two_bytes(measured: Measured, e
 
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize(("optimizer", "allowed"), [("adamw_bf16", 0.12), ("adamw_8bit", 0.02)])
+@pytest.mark.parametrize(("optimizer", "width"), [("adamw_split", 4), ("adamw_split24", 3)])
+def test_a_split_master_takes_its_rest_and_two_moments(
+    measured: Measured, engine: str, optimizer: str, width: int
+) -> None:
+    found = measured("small_state_learns_like_fp32")[f"{engine} {optimizer}"]
+    assert found["parameters"] == ["torch.bfloat16"]
+    assert width < found["state_bytes"] / found["elements"] < width + 0.1
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    ("optimizer", "allowed"),
+    [("adamw_bf16", 0.12), ("adamw_8bit", 0.02), ("adamw_split", 0.12), ("adamw_split24", 0.12)],
+)
 def test_small_state_learns_like_float32(
     measured: Measured, engine: str, optimizer: str, allowed: float
 ) -> None:

@@ -21,6 +21,7 @@ from services.shared.jobs.documents import DecisionDict
 from services.shared.jobs.run_directory import LayerSize, MatmulTimes
 from services.shared.jobs.spec import Recipe, Resources
 from services.shared.memory import hardware
+from services.shared.memory.recipe import BFLOAT16_OPTIMIZERS
 
 _CPUINFO = Path("/proc/cpuinfo")
 _NODES = Path("/sys/devices/system/node")
@@ -124,7 +125,11 @@ def num_numa_nodes(nodes: Path = _NODES) -> int:
 def _compute(
     recipe: Recipe, *, device: str, times: MatmulTimes | None
 ) -> tuple[str, list[DecisionDict]]:
-    if not _is_cpu(device) or recipe.parameters == "bfloat16" or recipe.optimizer == "adamw_bf16":
+    if (
+        not _is_cpu(device)
+        or recipe.parameters == "bfloat16"
+        or recipe.optimizer in BFLOAT16_OPTIMIZERS
+    ):
         return "bfloat16", []  # parameters are not gathered in a wider format than their own
     if times is None:
         value = "bfloat16" if bf16_is_faster() else "float32"

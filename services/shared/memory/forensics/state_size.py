@@ -145,14 +145,24 @@ def _weight_bytes(evidence: Evidence) -> int:
     return 4 if stored is Precision.FLOAT32 and not evidence.precision.mixed else 2
 
 
+# Beside parameter and gradient: two moments, and the rest of a split master.
+_8_BIT_STATE_BYTES = {
+    Optimizer.ADAMW_8BIT: 2,
+    Optimizer.ADAMW_SPLIT: 4,
+    Optimizer.ADAMW_SPLIT24: 3,
+}
+
+
 def _bytes_per_parameter(evidence: Evidence) -> int:
     stored = evidence.case.parameters or evidence.precision.parameters
     half = stored in (Precision.BFLOAT16, Precision.FLOAT16)
     pair = 4 if half else 8  # parameter and gradient
     if evidence.optimizer is Optimizer.ADAMW_BF16:
         return 8
-    if evidence.optimizer is Optimizer.ADAMW_8BIT:
-        return pair + 2
+    if evidence.optimizer in _8_BIT_STATE_BYTES:
+        return _8_BIT_STATE_BYTES[evidence.optimizer] + (
+            pair if evidence.optimizer is Optimizer.ADAMW_8BIT else 4
+        )
     if evidence.optimizer in (Optimizer.ADAFACTOR, Optimizer.SGD):
         return pair
     return 2 * pair

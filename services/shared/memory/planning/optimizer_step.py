@@ -11,14 +11,21 @@ from services.shared.memory.recipe import Optimizer, OptimizerImpl, Recipe
 
 # Live float32 and integer temporaries, in bytes an element by the width of parameters, at the worst
 # moment of the update of one shard or chunk of it; counted by a dry run of services/shared/training/
-# {adamw_bf16,adamw_8bit,adafactor}.py.
+# {adamw_bf16,adamw_8bit,adamw_split,adafactor}.py.
 _UPDATE_BYTES = {
     Optimizer.ADAMW_BF16: {4: 31, 2: 31},
     Optimizer.ADAMW_8BIT: {4: 16, 2: 27},
+    Optimizer.ADAMW_SPLIT: {2: 20},
+    Optimizer.ADAMW_SPLIT24: {2: 29},
     Optimizer.ADAFACTOR: {4: 12, 2: 21},
 }
 # `chunk_elements` in the same files: temporaries do not grow beyond them.
-_CHUNK_ELEMENTS = {Optimizer.ADAMW_BF16: 16 * 2**20, Optimizer.ADAMW_8BIT: 4 * 2**20}
+_CHUNK_ELEMENTS = {
+    Optimizer.ADAMW_BF16: 16 * 2**20,
+    Optimizer.ADAMW_8BIT: 4 * 2**20,
+    Optimizer.ADAMW_SPLIT: 4 * 2**20,
+    Optimizer.ADAMW_SPLIT24: 4 * 2**20,
+}
 
 
 def record_update(run: SimulationRun, *, first: bool) -> None:

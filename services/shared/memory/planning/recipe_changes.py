@@ -136,12 +136,8 @@ def optimizer_changes(recipe: Recipe) -> Iterator[RecipeChange]:
     if recipe.optimizer is Optimizer.SGD:
         return
     if recipe.optimizer is Optimizer.ADAMW:
-        narrow: Changes = {"optimizer": Optimizer.ADAMW_BF16, "parameters": Precision.BFLOAT16}
-        if recipe.compute is Precision.FLOAT32:
-            # FSDP gathers in the compute dtype, which may not be wider than the parameters.
-            narrow["compute"] = Precision.BFLOAT16
         yield RecipeChange(
-            narrow,
+            _in_bfloat16(recipe, Optimizer.ADAMW_BF16),
             "AdamW with parameters and moments in bfloat16, stochastic rounding",
             "right on average but noisier: 8 bits of mantissa in parameters and moments",
             lossless=False,
@@ -159,6 +155,22 @@ def optimizer_changes(recipe: Recipe) -> Iterator[RecipeChange]:
             "moments in blocks of 8-bit codes: close to full precision, not equal",
             lossless=False,
         )
+    if recipe.optimizer not in (Optimizer.ADAFACTOR, Optimizer.ADAMW_SPLIT24):
+        yield RecipeChange(
+            _in_bfloat16(recipe, Optimizer.ADAMW_SPLIT24),
+            "AdamW with a 24-bit master, split, and 8-bit moments",
+            "5 bytes a parameter in all: a master of 16 bits of mantissa, rounded stochastically",
+            lossless=False,
+        )
+
+
+def _in_bfloat16(recipe: Recipe, optimizer: Optimizer) -> Changes:
+    """Return the changes to an optimizer whose parameters are bfloat16."""
+    changes: Changes = {"optimizer": optimizer, "parameters": Precision.BFLOAT16}
+    if recipe.compute is Precision.FLOAT32:
+        # FSDP gathers in the compute dtype, which may not be wider than the parameters.
+        changes["compute"] = Precision.BFLOAT16
+    return changes
 
 
 def offload_changes(recipe: Recipe) -> Iterator[RecipeChange]:

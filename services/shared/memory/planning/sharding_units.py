@@ -245,8 +245,16 @@ def _state_bytes(tensor: Tensor, count: int, p: int, optimizer: Optimizer) -> in
     return moments_bytes(count, optimizer, p) + step
 
 
+_MASTER_REST_BYTES = {Optimizer.ADAMW_SPLIT: 2, Optimizer.ADAMW_SPLIT24: 1}
+_8_BIT_MOMENTS = {Optimizer.ADAMW_8BIT, *_MASTER_REST_BYTES}
+
+
 def moments_bytes(count: int, optimizer: Optimizer, p: int) -> int:
-    """Return both moments of AdamW for `count` elements of one local shard, for parameters of `p` bytes."""
-    if optimizer is Optimizer.ADAMW_8BIT:
-        return 2 * (rounded(count) + rounded(-(-count // _STATE_BLOCK) * 4))
+    """Return both moments of AdamW for `count` elements of one local shard, for parameters of `p` bytes.
+
+    With the rest of the master, where the optimizer splits one.
+    """
+    if optimizer in _8_BIT_MOMENTS:
+        rest = rounded(_MASTER_REST_BYTES.get(optimizer, 0) * count)
+        return 2 * (rounded(count) + rounded(-(-count // _STATE_BLOCK) * 4)) + rest
     return 2 * rounded(p * count)

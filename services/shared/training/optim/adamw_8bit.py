@@ -1,7 +1,8 @@
 """AdamW whose moments take one byte each: codes into a table, and a scale for every 256 of them.
 
 Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (block size, table, rounding to the
-nearest entry); the update itself uses the moments before they are rounded. Plain torch operators
+nearest entry); the update itself uses the moments before they are rounded. A second moment above zero
+never becomes zero: the next update would divide by it. Plain torch operators
 on any device: torchao 0.18, whose optimizer has the same format, compiles a kernel for every shape and
 does not import on torch 2.5; bitsandbytes has no build for DCU.
 """
@@ -52,8 +53,24 @@ class AdamW8Bit(ChunkedAdamW):
         square = self._read(state, "exp_avg_sq").mul_(two).addcmul_(g, g, value=1 - two)
         self._write(state, "exp_avg_sq", square)
         denominator = square.div_(1 - two ** (step + 1)).sqrt_().add_(self._epsilon)
-        updated = parameter.float().mul_(1 - learning_rate * decay)
+        updated = self._master(parameter, state).mul_(1 - learning_rate * decay)
         updated.addcdiv_(mean, denominator, value=-learning_rate / (1 - one ** (step + 1)))
+        self._keep(parameter, state, updated, generator)
+
+    def _master(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Return one chunk's weights in float32: the parameter itself where it has that dtype."""
+        del state
+        return parameter.float()
+
+    def _keep(
+        self,
+        parameter: Tensor,
+        state: Mapping[str, Tensor],
+        updated: Tensor,
+        generator: torch.Generator,
+    ) -> None:
+        """Write the updated weights back, which `_master` returned."""
+        del state
         if parameter.dtype != torch.float32:  # else `updated` is the parameter
             round_into(parameter, updated, generator)
 
@@ -72,7 +89,11 @@ class AdamW8Bit(ChunkedAdamW):
 
     def _read(self, state: Mapping[str, Tensor], key: str) -> Tensor:
         codes, scale = state[key], state[f"{key}_scale"]
-        return decode(codes, scale, self._table(key, codes.device))
+        return self._decode(key, codes).mul_(scale_of_each(scale, len(codes)))
+
+    def _decode(self, key: str, codes: Tensor) -> Tensor:
+        """Return what codes stand for, float32, in units of their block's scale."""
+        return self._table(key, codes.device)[codes.int()]
 
     def _write(self, state: Mapping[str, Tensor], key: str, values: Tensor) -> None:
         encode_into(state[key], state[f"{key}_scale"], values, self._table(key, values.device))
@@ -93,10 +114,9 @@ class AdamW8Bit(ChunkedAdamW):
         for key in _MOMENTS:
             codes, each = state[key], state[f"{key}_scale"]
             scale = each[::BLOCK].contiguous()
-            if not torch.equal(_each(scale, len(each)), each):
-                entries = self._table(key, codes.device)
-                values = entries[codes.int()].mul_(each)
-                encode_into(codes, scale, values, entries)
+            if not torch.equal(scale_of_each(scale, len(each)), each):
+                values = self._decode(key, codes).mul_(each)
+                self._write({key: codes, f"{key}_scale": scale}, key, values)
             found |= {key: codes, f"{key}_scale": scale}
         self._state[name] = found
 
@@ -119,19 +139,26 @@ def table(*, signed: bool) -> Tensor:
 
 def decode(codes: Tensor, scale: Tensor, entries: Tensor) -> Tensor:
     """Return float32 [n] for codes [n] and the scales of their blocks [ceil(n / 256)]."""
-    return entries[codes.int()].mul_(_each(scale, len(codes)))
+    return entries[codes.int()].mul_(scale_of_each(scale, len(codes)))
 
 
 def encode_into(codes: Tensor, scale: Tensor, values: Tensor, entries: Tensor) -> None:
     """Write float32 values [n] as codes [n] and scales [ceil(n / 256)], the largest of each block."""
-    largest = pad(values.abs(), (0, -len(values) % BLOCK)).view(-1, BLOCK).amax(1)
-    # A block of zeros needs a scale, too.
-    scale.copy_(largest.clamp_min_(torch.finfo(torch.float32).tiny))
+    normal = normalise(values, scale)
     between = (entries[1:] + entries[:-1]) / 2
-    normal = values / _each(scale, len(values))
+    if entries[0] == 0:  # unsigned: only zero itself is below the first entry above zero
+        between[0] = torch.finfo(torch.float32).tiny
     codes.copy_(torch.bucketize(normal, between, out_int32=True, right=True))
 
 
-def _each(scale: Tensor, count: int) -> Tensor:
+def normalise(values: Tensor, scale: Tensor) -> Tensor:
+    """Return float32 values [n] divided by their blocks' largest, which goes into `scale` [ceil(n / 256)]."""
+    largest = pad(values.abs(), (0, -len(values) % BLOCK)).view(-1, BLOCK).amax(1)
+    # A block of zeros needs a scale, too.
+    scale.copy_(largest.clamp_min_(torch.finfo(torch.float32).tiny))
+    return values / scale_of_each(scale, len(values))
+
+
+def scale_of_each(scale: Tensor, count: int) -> Tensor:
     """Return the scale of each element."""
     return scale.repeat_interleave(BLOCK)[:count]

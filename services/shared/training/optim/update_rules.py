@@ -18,6 +18,7 @@ from services.shared.jobs.state import Reason
 from services.shared.training.optim.adafactor import Adafactor
 from services.shared.training.optim.adamw_8bit import AdamW8Bit
 from services.shared.training.optim.adamw_bf16 import AdamWBf16
+from services.shared.training.optim.adamw_split import AdamWSplit
 from services.shared.training.optim.parameter_groups import ParameterGroup, decay_groups
 from services.shared.training.process import RunFailed
 from services.shared.training.sharding.shard import LocalShard, Sharded
@@ -56,9 +57,12 @@ def build_rule(sharded: Sharded, training: Training, *, rank: int) -> UpdateRule
         return TorchRule(recipe, groups)
     if recipe.optimizer == "adafactor":
         return Adafactor(groups, replicated=sharded.replicated, seed=training.seed, rank=rank)
+    rank = 0 if sharded.replicated else rank  # replicas must round alike
+    if recipe.optimizer in ("adamw_split", "adamw_split24"):
+        bits = 32 if recipe.optimizer == "adamw_split" else 24
+        return AdamWSplit(groups, seed=training.seed, rank=rank, master_bits=bits)
     rule = AdamWBf16 if recipe.optimizer == "adamw_bf16" else AdamW8Bit
-    # Replicas must round alike.
-    return rule(groups, seed=training.seed, rank=0 if sharded.replicated else rank)
+    return rule(groups, seed=training.seed, rank=rank)
 
 
 class TorchRule:

@@ -35,7 +35,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from services.shared.jobs.spec import Recipe
 from services.shared.jobs.state import Reason
-from services.shared.memory.recipe import Engine
+from services.shared.memory.recipe import BFLOAT16_OPTIMIZERS, Engine
 from services.shared.model.classifier import Classifier, embedding, transformer_layers
 from services.shared.training.process import RunFailed, World
 
@@ -50,7 +50,7 @@ def default_engine() -> Engine:
 
 def parameter_dtype(recipe: Recipe) -> torch.dtype:
     """Return the type that parameters are kept in."""
-    return torch.bfloat16 if recipe.optimizer == "adamw_bf16" else DTYPES[recipe.parameters]
+    return torch.bfloat16 if recipe.optimizer in BFLOAT16_OPTIMIZERS else DTYPES[recipe.parameters]
 
 
 @dataclass(frozen=True)
