@@ -7,7 +7,7 @@ import pytest
 from tools.diagnose_batch_score import outcome, read_batch
 
 DATA = Path(__file__).parents[2] / "data"
-BATCHES = {name: read_batch(DATA / f"oom_reports_{name}.json") for name in "acde"}
+BATCHES = {name: read_batch(DATA / f"oom_reports_{name}.json") for name in "acdef"}
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["with options", "raw log"])

@@ -257,7 +257,7 @@ _PHASE_OF_SITES = (
     (FailurePhase.EVALUATE, (Site.EVALUATING, Site.GENERATING)),
     (FailurePhase.FORWARD, (Site.FORWARD, Site.LOSS, Site.ATTENTION)),
     (FailurePhase.WRAP, (Site.WRAPPING,)),
-    (FailurePhase.LOAD, (Site.LOADING, Site.MOVING)),
+    (FailurePhase.LOAD, (Site.LOADING, Site.MOVING, Site.UNPICKLING)),
 )
 
 

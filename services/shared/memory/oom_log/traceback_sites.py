@@ -24,6 +24,7 @@ class Site(str, Enum):
     COLLECTIVE = "collective"
     SERVER_START = "server_start"  # an inference server loads, profiles or reserves its cache
     PINNING = "pinning"  # locking host memory
+    UNPICKLING = "unpickling"  # torch.load puts tensors where they were saved from
 
     __str__ = str.__str__
 
@@ -57,6 +58,7 @@ _SITES: tuple[tuple[Site, str], ...] = (
         r"|text_generation_server/[\w/.\", ]{0,80}line [0-9]{1,6}, in warmup",
     ),
     (Site.PINNING, r"\bpin_memory\("),
+    (Site.UNPICKLING, r"torch/serialization\.py|\btorch\.load\("),
     (
         Site.LOADING,
         r"from_pretrained|load_state_dict|set_module_tensor_to_device|load_checkpoint"

@@ -136,7 +136,9 @@ def _activations(evidence: Evidence) -> Iterator[LauncherLine]:
         yield transformers("--use_liger_kernel true")
 
 
-def _own_ranks(_evidence: Evidence) -> Iterator[LauncherLine]:
+def _own_ranks(evidence: Evidence) -> Iterator[LauncherLine]:
+    if Site.UNPICKLING in evidence.sites:
+        yield python('state = torch.load(path, map_location=f"cuda:{local_rank}")')
     yield python('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))')
     yield shell("export CUDA_VISIBLE_DEVICES=$LOCAL_RANK  # in the script of each rank")
 

@@ -152,6 +152,8 @@ def whole_model_while_loading(evidence: Evidence, needs: Needs | None) -> Hypoth
     if any(c.divided_by > 1 and c.match is Match.EXACT for c in evidence.candidates):
         return None  # the request is a shard: sharding was active
     reasons = [f"it failed before {evidence.framework} could divide anything"]
+    if evidence.replicates:
+        reasons = ["it failed while loading, and nothing was to be divided"]
     if evidence.precision.full_eval:
         reasons.append("full_eval makes the trainer cast and move the model before wrapping it")
     if evidence.precision.bits and evidence.framework in (Framework.FSDP1, Framework.FSDP2):
@@ -160,7 +162,8 @@ def whole_model_while_loading(evidence: Evidence, needs: Needs | None) -> Hypoth
         reasons.append(f"the log says that {Note.ZERO3_INIT_OFF}")
     elif evidence.framework is Framework.ZERO3:
         reasons.append("under ZeRO-3 loading divides the model only if zero.Init is active")
-    strength = Strength.LIKELY
+    fits = evidence.replicates and _whole_weights_fit(evidence, needs) is not False
+    strength = Strength.POSSIBLE if fits else Strength.LIKELY
     if needs and evidence.card_bytes:
         whole, card = needs.whole_weights_bytes, evidence.card_bytes
         reasons.append(f"the whole weights are {format_size(whole)} on {format_size(card)}")

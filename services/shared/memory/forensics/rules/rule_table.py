@@ -43,6 +43,7 @@ _RULES: tuple[Rule, ...] = (
     _ignoring_needs(texts.named_component),
     byte_counts.host_out_of_memory,
     _ignoring_needs(texts.own_ranks_on_card),
+    _ignoring_needs(texts.checkpoint_on_the_first_card),
     _ignoring_needs(texts.mps_watermark),
     _ignoring_needs(texts.single_block_limit),
     _ignoring_needs(texts.larger_than_the_device),

@@ -24,6 +24,8 @@ _PLENTY = 4
 _FRAGMENTED_SHARE = 0.10
 # Below this share what is cached is the rest of segments, as in any job.
 _ORDINARY_SHARE = 0.02
+# Of a card, beyond the usual context: what does not explain a failure by itself.
+_ORDINARY_OUTSIDE = 0.03
 
 
 def probe_found_single_unit(evidence: Evidence) -> Hypothesis | None:
@@ -109,7 +111,10 @@ def _foreign_memory(evidence: Evidence) -> Hypothesis | None:
     more = (
         "the message does not tell whether collectives of this process or another process hold it"
     )
-    return likely(Cause.OUTSIDE_ALLOCATOR, "memory outside torch's allocator", text, more)
+    # Several communicators and captured graphs hold a few percent of a card in jobs that fail otherwise.
+    ordinary = foreign < _ORDINARY_OUTSIDE * (accounts.total_bytes or 0)
+    make = possible if ordinary else likely
+    return make(Cause.OUTSIDE_ALLOCATOR, "memory outside torch's allocator", text, more)
 
 
 def float32_upcast(evidence: Evidence) -> Hypothesis | None:

@@ -12,7 +12,7 @@ from services.shared.memory.forensics.diagnosis import (
     possible,
 )
 from services.shared.memory.forensics.evidence import Evidence
-from services.shared.memory.forensics.free_text import FailurePhase
+from services.shared.memory.forensics.free_text import FailurePhase, Framework
 from services.shared.memory.oom_log.formats.serving import CACHE_FULL, CARD_IN_USE
 from services.shared.memory.oom_log.message_formats import Backend, MessageKind
 from services.shared.memory.oom_log.message_parser import excerpt
@@ -109,6 +109,19 @@ def own_ranks_on_card(evidence: Evidence) -> Hypothesis | None:
     decisive = sum(alike) >= requested and (ranks is None or len(alike) == ranks - 1)
     make = likely if decisive and sum(alike) <= held else possible
     return make(Cause.OWN_RANKS_ON_CARD, what, text)
+
+
+def checkpoint_on_the_first_card(evidence: Evidence) -> Hypothesis | None:
+    """Match a checkpoint that each rank reads to the card it was saved from, mostly the first."""
+    words = (evidence.case.phase or "").lower()
+    reads = Site.UNPICKLING in evidence.sites or "torch.load" in words
+    if not reads or evidence.ranks == 1 or evidence.framework is Framework.NONE:
+        return None
+    text = (
+        "torch.load without map_location puts tensors on the card they were saved from: all ranks' "
+        "copies are on the first one"
+    )
+    return possible(Cause.OWN_RANKS_ON_CARD, "every rank reads the checkpoint to one card", text)
 
 
 def mps_watermark(evidence: Evidence) -> Hypothesis | None:
