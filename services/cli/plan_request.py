@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from services.shared.memory.architecture.shape import Shape, load
+from services.shared.memory.architecture.shape import Shape, load, preset_names
 from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.hardware import Hardware, find_device, machine
@@ -52,7 +52,7 @@ def read_request(
     model: Annotated[
         str,
         typer.Option(help="Preset, checkpoint directory, config.json or safetensors index."),
-    ],
+    ] = "",
     ranks: Annotated[int, typer.Option(help="Devices that share the job.")] = 8,
     device: Annotated[str, typer.Option(help="Kind of device, for example k100_ai.")] = "k100_ai",
     device_memory: Annotated[
@@ -122,6 +122,10 @@ def read_request(
     ] = Placement.SHARDED,
 ) -> PlanRequest:
     """Return the job that the options describe. Raises InvalidInput."""
+    if not model:
+        raise InvalidInput(
+            "model", "is missing", accepted="a preset like qwen3-32b, a directory, a config.json"
+        )
     classes = _classes(heads)
     return PlanRequest(
         model=model,
@@ -172,6 +176,8 @@ def takes_plan_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**values: Any) -> None:
         plan_options = {name: values.pop(name) for name in options}
+        if values.get("largest_model") and not plan_options["model"]:
+            plan_options["model"] = preset_names()[0]  # any: all models are asked about
         try:
             command(read_request(**plan_options), **values)
         except InvalidInput as error:

@@ -151,3 +151,22 @@ def test_an_error_in_json_names_field_and_accepted_values() -> None:
 def test_an_unknown_choice_is_rejected_with_the_known_ones() -> None:
     result = _run("--model qwen3-0.6b --optimizer lion", code=2)
     assert "adafactor" in result.stderr
+
+
+def test_cards_needed_answers_with_devices_nodes_and_what_it_costs() -> None:
+    output = _run("--model qwen3-32b --cards-needed --devices-per-node 4").stdout
+    assert "qwen3-32b on 9 x k100_ai (3 nodes of 4)" in output
+    assert "AdamW with 8-bit moments" in output
+
+
+def test_the_largest_model_needs_no_model() -> None:
+    result = _run("--largest-model --ranks 4 --heads 3,7 --json")
+    documents = json.loads(result.stdout)
+    sizes = [document["num_parameters"] for document in documents]
+    assert sizes == sorted(sizes)
+    assert documents[0]["lossless"]
+    assert sizes[-1] > 30e9
+
+
+def test_a_plan_without_a_model_says_so() -> None:
+    assert "model" in _run("--ranks 4", code=2).output
