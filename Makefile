@@ -46,11 +46,11 @@ test-pretrained: $(INSTALLED) ## Train, distil and serve whole pretrained models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m pretrained $(ARGS)
 
 PEERS := .stillhouse/peers
-PEER_PACKAGES := sentence-transformers==6.2.0 scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 threadpoolctl==3.8.0 \
-  cloudpickle==3.1.3 narwhals==2.29.0
 
 $(PEERS)/.installed: $(INSTALLED)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PEERS) $(PEER_PACKAGES)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PEERS) \
+	  sentence-transformers==6.2.0 scikit-learn==1.9.1 scipy==1.17.1 \
+	  joblib==1.6.0 threadpoolctl==3.8.0 cloudpickle==3.1.3 narwhals==2.29.0
 	@touch $@
 
 .PHONY: test-peers
