@@ -42,8 +42,8 @@ def plan(
     if cards_needed or largest_model:
         fits = _fewest(request) if cards_needed else _largest(request)
         if as_json:
-            documents = [to_dict(fit, devices_per_node=devices_per_node) for fit in fits]
-            typer.echo(json.dumps(documents, indent=2))
+            found = [to_dict(fit, devices_per_node=devices_per_node) for fit in fits]
+            typer.echo(json.dumps(found, indent=2))
         else:
             show_capacity(Console(), fits, devices_per_node=devices_per_node)
         return
