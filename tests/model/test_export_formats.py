@@ -12,7 +12,7 @@ from services.shared.datasets.card import Head
 from services.shared.memory.architecture.pooling import Pooling
 from services.shared.model.artifact import load_classifier
 from services.shared.model.classifier import initialise_heads, wrap_backbone
-from services.shared.model.export_formats import export_artifact
+from services.shared.model.export_formats import NotConvertible, export_artifact
 from services.shared.model.sequence_classification import NotExpressible
 from tests.model.test_artifact import IDS, export
 
@@ -51,10 +51,10 @@ def test_each_head_is_exported_as_a_directory_that_transformers_loads(
     ("kind", "pooling"),
     [
         ("qwen3", None),
-        ("llama", None),
         ("bert", None),
         ("xlm-roberta", Pooling.MEAN),
         ("modernbert", Pooling.MEAN),
+        ("mixtral", None),
     ],
 )
 def test_onnx_runtime_gives_the_logits_of_the_artifact(
@@ -96,6 +96,25 @@ def test_a_failed_export_leaves_nothing_and_an_existing_directory_is_kept(
     with pytest.raises(FileExistsError):
         export_artifact(artifact, format="transformers", out=out)
     assert [path.name for path in out.parent.rglob("*")] == ["out", "notes.txt"]
+
+
+def test_what_the_exporter_cannot_convert_is_refused_in_a_sentence(
+    tmp_path: Path,
+    make_classifier: MakeClassifier,
+    tokenizer_dir: Path,
+    heads: list[Head],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("onnxruntime")
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise torch.onnx.OnnxExporterError("no operator for this") from ValueError("a\nb")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    artifact = export(tmp_path / "model", make_classifier("bert"), tokenizer_dir, heads)
+    with pytest.raises(NotConvertible, match=r"cannot convert bert to ONNX: a$"):
+        export_artifact(artifact, format="onnx", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_decoder_with_a_bias_is_not_exported_to_transformers(

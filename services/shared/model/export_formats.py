@@ -11,7 +11,7 @@ import errno
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,15 @@ class ExportDiffers(ValueError):
     """The exported model does not give the artifact's logits."""
 
 
+class NotConvertible(ValueError):
+    """The exporter of torch cannot convert this architecture to ONNX."""
+
+
 def export_artifact(directory: Path, *, format: str, out: Path) -> dict[str, float]:
     """Export an artifact to the directory `out`; return each head's largest relative difference.
 
     `out` is absent or empty, and is filled by one rename once everything has been verified. Raises
-    InvalidArtifact, NotExpressible, ExportDiffers, FileExistsError or ImportError.
+    InvalidArtifact, NotExpressible, NotConvertible, ExportDiffers, FileExistsError or ImportError.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(errno.EEXIST, "exists and is not an empty directory", str(out))
@@ -158,18 +162,7 @@ def _export_onnx(
 
     names = [head.name for head in artifact.heads]
     batches = [_named_inputs(classifier, padded) for padded in _inputs(artifact, tokenizer)]
-    axes = {0: "batch", 1: "tokens"}
-    # The exporter of TorchScript (dynamo=False) drops BERT's padding mask without a word: wrong by 0.5.
-    torch.onnx.export(
-        _Outputs(classifier).eval(),
-        tuple(batches[-1].values()),
-        out / ONNX_FILE,
-        input_names=list(batches[-1]),
-        output_names=names,
-        dynamic_shapes=dict.fromkeys(batches[-1], axes),
-        dynamo=True,
-        verbose=False,
-    )
+    _convert(classifier, batches[-1], names, out / ONNX_FILE)
     session = onnxruntime.InferenceSession(out / ONNX_FILE, providers=["CPUExecutionProvider"])
     worst = dict.fromkeys(names, 0.0)
     for batch in batches:
@@ -191,6 +184,34 @@ def _export_onnx(
     (out / "labels.json").write_text(text + "\n", "utf-8")
     _describe(artifact, out, loading=_ONNX)
     return {name: _accept(value, name) for name, value in worst.items()}
+
+
+def _convert(
+    classifier: Classifier, batch: Mapping[str, Tensor], names: Sequence[str], file: Path
+) -> None:
+    """Write the ONNX model; the sizes of `batch` are only an example. Raises NotConvertible."""
+    axes = {0: "batch", 1: "tokens"}
+    if hasattr(classifier.config, "num_experts_per_tok"):
+        # Grouped products have no ONNX operator, and loops over the experts hit are no graph.
+        classifier.backbone.set_experts_implementation("batched_mm")
+    try:
+        # The exporter of TorchScript (dynamo=False) drops BERT's padding mask without a word: wrong by 0.5.
+        torch.onnx.export(
+            _Outputs(classifier).eval(),
+            tuple(batch.values()),
+            file,
+            input_names=list(batch),
+            output_names=list(names),
+            dynamic_shapes=dict.fromkeys(batch, axes),
+            dynamo=True,
+            verbose=False,
+        )
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error.__cause__ or error).strip().splitlines()
+        raise NotConvertible(
+            f"torch {torch.__version__} cannot convert {classifier.config.model_type} to ONNX"
+            + (f": {reason[0]}" if reason else "")
+        ) from error
 
 
 def _describe(artifact: Artifact, out: Path, *, loading: str) -> None:
@@ -252,7 +273,7 @@ def main() -> None:
         print(f"{error}: install stillhouse[onnx].", file=sys.stderr)
     except FileExistsError:
         print(f"{options.out} exists and is not empty: choose another directory.", file=sys.stderr)
-    except (InvalidArtifact, ExportDiffers, OSError) as error:
+    except (InvalidArtifact, NotConvertible, ExportDiffers, OSError) as error:
         print(error, file=sys.stderr)
     else:
         print(json.dumps({"heads": found}))
