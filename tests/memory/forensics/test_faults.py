@@ -47,6 +47,15 @@ def test_no_message_gives_no_verdict(name: str) -> None:
     assert all(h.strength < Strength.LIKELY for h in found.hypotheses)
 
 
+def test_a_configuration_alone_says_only_what_would_not_fit() -> None:
+    beyond = diagnosis_of("no-message-1")
+    assert [h.what.startswith("would not fit") for h in beyond.hypotheses] == [True]
+    small = {**CASES["no-message-1"], "model_name": "Qwen3-0.6B"}
+    found = diagnose(Case.from_dict(small))
+    assert not found.hypotheses
+    assert not found.remedies
+
+
 def test_the_summary_says_what_was_searched() -> None:
     assert "No out-of-memory message was found in 1 line;" in diagnosis_of("no-message-1").summary
     assert "input is empty" in diagnosis_of("no-message-3").summary
@@ -54,9 +63,9 @@ def test_the_summary_says_what_was_searched() -> None:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_at_most_one_cause_is_likely(name: str) -> None:
+def test_at_most_one_explanation_is_likely(name: str) -> None:
     hypotheses = diagnosis_of(name).hypotheses
-    assert len({h.cause for h in hypotheses if h.strength is Strength.LIKELY}) <= 1
+    assert sum(h.strength is Strength.LIKELY for h in hypotheses) <= 1
 
 
 def test_a_finished_step_refutes_whole_weights_on_every_card() -> None:

@@ -33,7 +33,7 @@ from services.shared.memory.forensics.state_size import Needs, PlannedPeaks, com
 from services.shared.memory.forensics.stated_failure import (
     failure_is_stated,
     missing_summary,
-    without_verdict,
+    what_would_not_fit,
 )
 from services.shared.memory.oom_log.log_scanner import LogReading
 from services.shared.memory.oom_log.message_formats import MessageKind
@@ -93,8 +93,7 @@ def _rank_hypotheses(evidence: Evidence, needs: Needs | None) -> tuple[Hypothesi
     if not failure_is_stated(evidence):
         if evidence.message is not None:
             return ()  # the scheduler ended the job
-        stated = hypotheses_from_rules(evidence, needs)
-        return tuple(without_verdict(h) for h in stated if h.strength is not Strength.EXCLUDED)
+        return what_would_not_fit(evidence, needs, hypotheses_from_rules(evidence, needs))
     stated = tuple(
         weighed_by_progress(evidence, needs, _optimizer_or_capacity(evidence, needs, h))
         for h in hypotheses_from_rules(evidence, needs)
@@ -127,7 +126,7 @@ def _with_sole_survivor_likely(
 
 
 def _with_one_likely(ordered: list[Hypothesis]) -> tuple[Hypothesis, ...]:
-    """Return the hypotheses with at most one cause likely; its rivals stay possible."""
+    """Return the hypotheses with at most one likely; others stay possible."""
     if not ordered:
         return ()
     if ordered[0].cause is Cause.OWN_RANKS_ON_CARD:
@@ -135,7 +134,7 @@ def _with_one_likely(ordered: list[Hypothesis]) -> tuple[Hypothesis, ...]:
     best = ordered[0]
     ordered = [
         replace(h, strength=Strength.POSSIBLE)
-        if h.strength is Strength.LIKELY and h.cause is not best.cause
+        if h.strength is Strength.LIKELY and h is not best
         else h
         for h in ordered
     ]

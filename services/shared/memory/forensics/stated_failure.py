@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.shared.memory.forensics.case import Observed
-from services.shared.memory.forensics.diagnosis import Hypothesis, Strength
+from services.shared.memory.forensics.diagnosis import Cause, Hypothesis, Strength
 from services.shared.memory.forensics.evidence import Evidence
+from services.shared.memory.forensics.state_size import Needs
 from services.shared.memory.oom_log.message_formats import MessageKind
 
 _KILL_CODES = (-9, -7, 135, 137)
@@ -29,9 +30,22 @@ def failure_is_stated(evidence: Evidence) -> bool:
     )
 
 
-def without_verdict(hypothesis: Hypothesis) -> Hypothesis:
-    """Return a hypothesis of a failure that nothing establishes as at most possible."""
-    return replace(hypothesis, strength=min(hypothesis.strength, Strength.POSSIBLE))
+def what_would_not_fit(
+    evidence: Evidence, needs: Needs | None, stated: tuple[Hypothesis, ...]
+) -> tuple[Hypothesis, ...]:
+    """Return what the configuration alone says would not fit, under that name, as at most possible."""
+    held = needs.rank_state_bytes if needs else None
+    if not held or not evidence.card_bytes or held <= evidence.card_bytes or evidence.offloads:
+        return ()
+    return tuple(
+        replace(h, what=f"would not fit: {h.what}", strength=Strength.POSSIBLE)
+        for h in stated
+        if h.cause in _OF_THE_CONFIGURATION and h.strength is not Strength.EXCLUDED
+    )
+
+
+# Causes that follow from sizes and settings, without anything that happened.
+_OF_THE_CONFIGURATION = (Cause.NOT_SHARDED, Cause.CAPACITY)
 
 
 def missing_summary(evidence: Evidence) -> str:

@@ -72,9 +72,11 @@ def propose_remedies(
         remedies.append(_enable_sharding(evidence, needs))
     if needs is not None and cause is Cause.HOST_MEMORY:
         remedies += _host_remedies(evidence, needs)
+    if not failure_is_stated(evidence):
+        return ()
     if fixed_by_smaller_recipe(cause, device=evidence.device):
         remedies += _reduce_every_micro_batch(evidence, hypotheses)
-        planned = _recipe_remedies(evidence)
+        planned = _recipe_remedies(evidence, cause)
         remedies += planned or smaller_jobs(evidence, cause)
     if cause is Cause.UNDECIDED and failure_is_stated(evidence):
         remedies += _fixes_of_those_left(evidence, hypotheses)
@@ -191,8 +193,8 @@ def _reduce_every_micro_batch(
     return [replace(remedy, lines=lines_of_changes(evidence, {"reduce_each": True}))]
 
 
-def _recipe_remedies(evidence: Evidence) -> list[Remedy]:
-    base = _base_recipe(evidence)
+def _recipe_remedies(evidence: Evidence, cause: Cause) -> list[Remedy]:
+    base = _base_recipe(evidence, cause)
     hardware = hardware_of(evidence)
     if base is None or hardware is None or evidence.shape is None:
         return []
@@ -218,12 +220,16 @@ def _unavailable(evidence: Evidence) -> frozenset[str]:
     return _NOT_IN_DEEPSPEED if evidence.framework in ZERO_STAGES else frozenset()
 
 
-def _base_recipe(evidence: Evidence) -> Recipe | None:
-    """Return the recipe to improve on: sharded, with the optimizer that needs no temporaries."""
+def _base_recipe(evidence: Evidence, cause: Cause) -> Recipe | None:
+    """Return the recipe to improve on, with the optimizer that needs no temporaries.
+
+    It is sharded, unless whole weights on every rank are known not to be the fault.
+    """
     changes: dict[str, Any] = {"reduce_each": True, "offload": Offload.NONE}
     if evidence.optimizer_impl is None:
         changes["optimizer_impl"] = OptimizerImpl.FUSED
-    if not evidence.shards_parameters and (evidence.ranks or 1) > 1:
+    whole = not evidence.shards_parameters and (evidence.ranks or 1) > 1
+    if whole and cause is not Cause.LOGITS_OR_ACTIVATIONS:
         changes |= {"engine": Engine.FSDP2, "sharding": Sharding.FULL}
     try:
         return recipe_of(evidence, **changes)
