@@ -90,6 +90,10 @@ faults: $(INSTALLED) ## Inject N random faults into a running platform (an hour 
 month: $(INSTALLED) ## Simulate a month: jobs, promotions and predictions; memory, tables and disk must not grow (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.longevity.month $(ARGS)
 
+.PHONY: adversary
+adversary: $(INSTALLED) ## Attack a running API on loopback as a hostile client would, and print what held (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.adversary.run $(ARGS)
+
 .PHONY: restore-test
 restore-test: $(INSTALLED) ## Destroy a running platform and restore it from a backup (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.restoration $(ARGS)
