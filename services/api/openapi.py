@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypedDict
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from services.api.problems import MEDIA_TYPE, PROBLEM_TYPES
 
@@ -62,6 +67,17 @@ def install_openapi(app: FastAPI, *, models: Sequence[type[BaseModel]]) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+    @lru_cache(maxsize=1)
+    def content() -> bytes:
+        return json.dumps(app.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
+
+    async def describe(request: Request) -> Response:  # noqa: ARG001 - Starlette's signature
+        return Response(content(), media_type="application/json")
+
+    # Before FastAPI's own route, which serializes the document for each request, and needs no key.
+    assert app.openapi_url is not None
+    app.router.routes.insert(0, Route(app.openapi_url, describe, include_in_schema=False))
 
 
 def links(parameter: str, *operations: str) -> dict[str, Link]:

@@ -21,6 +21,8 @@ def server_config(app: FastAPI, settings: ApiSettings) -> uvicorn.Config:
         body_grace_seconds=settings.body_grace_seconds,
         body_seconds=settings.body_seconds,
         write_seconds=settings.write_seconds,
+        # Without keys a port of loopback is open to every user of the machine.
+        own_user_only=lambda: settings.local_users == "own" and app.state.context.keys.is_empty,
     )
     return uvicorn.Config(
         app,

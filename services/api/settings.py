@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -103,6 +104,11 @@ class ApiSettings(JobSettings):
         60.0,
         gt=0,
         description="A client that reads nothing of a response is disconnected after this.",
+    )
+    local_users: Literal["own", "any"] = Field(
+        "own",
+        description="Whose connections a server without keys accepts: of the user that runs it and of root, "
+        "or of any user of this machine.",
     )
     trusted_proxies: str | None = Field(
         None,

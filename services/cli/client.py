@@ -13,9 +13,9 @@ from typing import Annotated, Any, cast
 import httpx
 import typer
 from httpx_sse import SSEError, connect_sse
-from rich.console import Console
 
 from services.cli.responses import ProblemResponse
+from services.cli.terminal import Console
 
 TIMEOUT_SECONDS = 120.0  # an upload is validated row by row before the response
 _STREAM_TIMEOUT_SECONDS = 60.0  # the server sends a comment on an idle event stream every 15 s

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
+from services.cli.terminal import printable
 from services.shared.memory.architecture.shape import Shape, load, preset_names
 from services.shared.memory.cgroup import host_memory_bytes
 from services.shared.memory.errors import InvalidInput
@@ -238,5 +239,5 @@ def _refuse(error: InvalidInput, *, command: str, as_json: bool) -> NoReturn:
     problem = {"field": error.field, "problem": error.problem, "accepted": error.accepted}
     if as_json:
         typer.echo(json.dumps({"error": problem}))
-    typer.echo(f"stillhouse {command}: {error}", err=True)
+    typer.echo(printable(f"stillhouse {command}: {error}"), err=True)
     raise typer.Exit(_INVALID_INPUT)

@@ -75,6 +75,12 @@ def test_another_user_keeps_the_right_to_pass_closed_directories_and_no_other(
     user = pwd.getpwnam("nobody")
     (tmp_path / "closed").mkdir(mode=0o700)
     (tmp_path / "closed" / "file").write_text("seen")
-    script = f"id -u; cat {tmp_path}/closed/file; chown 0 {tmp_path}/closed/file || echo refused"
-    done = _run("--user", "nobody", command=["sh", "-c", script])
-    assert done.stdout.split() == [str(user.pw_uid), "seenrefused"]
+    file = tmp_path / "closed" / "file"
+    script = (
+        f"id -u; cat {file}; for act in 'chown 0' 'touch'; do $act {file} || echo refused; done"
+    )
+    done = _run(
+        "--user", "nobody", command=["sh", "-c", f"{script}; echo x > {file} || echo refused"]
+    )
+    assert done.stdout.split() == [str(user.pw_uid), "seenrefused", "refused", "refused"]
+    assert file.read_text() == "seen"

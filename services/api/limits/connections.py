@@ -19,6 +19,8 @@ import h11
 import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from services.api.limits.local_peer import is_own
+
 log = structlog.get_logger(__name__)
 
 MAX_HEADER_BYTES = 64 * 1024  # of one request; h11 closes the connection beyond it
@@ -35,6 +37,7 @@ class ConnectionLimits:
     body_bytes_per_second: float = 1024.0
     body_seconds: float = 3600.0  # for the whole body, at any rate
     write_seconds: float = 60.0
+    own_user_only: Callable[[], bool] = lambda: False  # whether other local users are refused
 
 
 @dataclass
@@ -91,7 +94,16 @@ class LimitedProtocol(H11Protocol):
         if not self._open.accept(self._address):
             self._refuse(503, b"Too many connections.", why="too_many_connections")
             return
+        if self._limits.own_user_only() and not self._is_own():
+            self._refuse(403, b"This server belongs to another user of the machine.", why="user")
+            return
         self._await_header()
+
+    def _is_own(self) -> bool:
+        if self.client is None or self.server is None:
+            return False
+        host, port = self.server
+        return is_own(self.client, (host, port or 0))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection and its deadlines."""
@@ -193,4 +205,4 @@ class LimitedProtocol(H11Protocol):
         self.transport.abort()
 
 
-_REASONS = {408: b"Request Timeout", 503: b"Service Unavailable"}
+_REASONS = {403: b"Forbidden", 408: b"Request Timeout", 503: b"Service Unavailable"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Url, open_client, print_json
+from services.cli.terminal import Console
 
 
 def audit(

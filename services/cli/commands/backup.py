@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from services.cli.client import AsJson, print_json
 from services.cli.embedded.maintenance import (
@@ -16,6 +15,7 @@ from services.cli.embedded.maintenance import (
     platform_environment,
     run_maintenance,
 )
+from services.cli.terminal import Console
 from services.shared.memory.sizes import format_size
 
 _MODULE = "services.shared.jobs.backup.main"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -20,6 +19,7 @@ from services.cli.client import (
     print_json,
 )
 from services.cli.responses import DatasetResponse, PreviewResponse
+from services.cli.terminal import Console
 from services.cli.upload_form import bundle, make_form, parse_head, parse_label_names
 from services.cli.views.deletion import format_deletion
 

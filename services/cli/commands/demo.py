@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.cli.client import Client, CommandFailed
@@ -27,6 +27,7 @@ from services.cli.pretrained.catalogue import MODELS
 from services.cli.pretrained.errors import FetchFailed
 from services.cli.pretrained.fetch import fetch
 from services.cli.responses import DatasetResponse, JobResponse, ModelResponse
+from services.cli.terminal import Console
 from services.cli.views.demo_result import DemoResult, demo_result, print_result
 
 EXAMPLE_TEXT = "房间很干净，服务员也热情，下次还住这里。"
@@ -67,7 +68,7 @@ def demo(
             with Client(address) as client:
                 result = _run_pipeline(client, jobs, console=console)
     except (ReviewsMissing, CommandFailed) as error:
-        console.print(f"[red]demo:[/red] {error}")
+        console.print(f"[red]demo:[/red] {escape(str(error))}", markup=True)
         raise typer.Exit(1) from error
     result["seconds"] = round(time.monotonic() - started, 1)
     print_result(result, console)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
+from services.cli.terminal import Console, printable
 from services.cli.views.diagnosis import show_diagnosis
 from services.cli.views.diagnosis_tables import show_everything
 from services.shared.memory.errors import InvalidInput
@@ -137,5 +137,5 @@ def _refuse(error: InvalidInput, *, as_json: bool) -> NoReturn:
     if as_json:
         problem = {"field": error.field, "problem": error.problem, "accepted": error.accepted}
         typer.echo(json.dumps({"error": problem}))
-    typer.echo(f"stillhouse diagnose: {error}", err=True)
+    typer.echo(printable(f"stillhouse diagnose: {error}"), err=True)
     raise typer.Exit(_INVALID_INPUT)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from services.cli.client import print_json
 from services.cli.embedded.maintenance import DEFAULT_DATA_DIR, DataDir, running_environment
+from services.cli.terminal import Console
 from services.shared.launch.doctor.doctor import examine, to_json
 from services.shared.launch.doctor.machine import Finding, Machine, Status
 
@@ -31,7 +31,7 @@ def doctor(
 ) -> None:
     """Check versions, devices, attention and collectives; exit with code 1 if a check fails."""
     machine = replace(Machine.detect(), env=running_environment(data_dir))
-    console = Console(stderr=as_json, highlight=False)
+    console = Console(stderr=as_json, highlight=False, markup=True)
     with console.status("Examining this machine ..."):
         findings, measured = examine(machine, with_torch=with_torch)
     document = to_json(machine, findings, measured)

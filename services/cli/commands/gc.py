@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from services.cli.client import AsJson, print_json
@@ -16,6 +15,7 @@ from services.cli.embedded.maintenance import (
     platform_environment,
     run_maintenance,
 )
+from services.cli.terminal import Console
 from services.shared.memory.sizes import format_size
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
@@ -23,6 +22,7 @@ from services.cli.client import (
     print_json,
 )
 from services.cli.responses import DiagnosisResponse, JobResponse, PlanResponse, ProgressResponse
+from services.cli.terminal import Console
 from services.cli.views.deletion import format_deletion
 from services.cli.views.label_quality import show_label_quality
 from services.shared.memory.sizes import format_size

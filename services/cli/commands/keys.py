@@ -10,11 +10,11 @@ from typing import Annotated, NoReturn
 
 import typer
 from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from services.api.auth.keys import ApiKey, KeyName, KeysFile, Scope
 from services.cli.client import AsJson, print_json
+from services.cli.terminal import Console
 from services.shared.jobs.projects import DEFAULT_PROJECT, is_project
 
 app = typer.Typer(no_args_is_help=True, help="Create and revoke API keys; a running API notices.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from services.cli.client import DEFAULT_URL, ApiKey, AsJson, Url, open_client, print_json
+from services.cli.terminal import Console
 
 app = typer.Typer(no_args_is_help=True, help="Stop writes and claims for a while.")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from services.cli.artifact_download import download_artifact
@@ -20,6 +19,7 @@ from services.cli.pretrained.catalogue import MODELS
 from services.cli.pretrained.errors import FetchFailed
 from services.cli.pretrained.fetch import fetch as fetch_model
 from services.cli.responses import ModelResponse
+from services.cli.terminal import Console
 from services.cli.views.deletion import format_deletion
 from services.shared.jobs.evaluation_text import compare_with_baseline, figures, format_level
 
@@ -246,8 +246,10 @@ def print_evaluation(model: ModelResponse, console: Console) -> None:
         table.add_row(row.model, row.head, row.accuracy, row.macro_f1)
     console.print(table)
     for verdict in compare_with_baseline(metrics.get("heads"), confidence=confidence, model=kind):
-        warning = "" if verdict.is_better else "[yellow]WARNING:[/yellow] "
-        console.print(f"{warning}{verdict.sentence}.")
+        if verdict.is_better:
+            console.print(f"{verdict.sentence}.")
+        else:
+            console.print(f"WARNING: {verdict.sentence}.", style="yellow")
 
 
 def _scores(model: ModelResponse) -> str:

@@ -6,9 +6,9 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from services.cli.plan_request import PlanRequest, takes_plan_options
+from services.cli.terminal import Console
 from services.cli.views.capacity import show_capacity
 from services.cli.views.plan import show_plan
 from services.shared.memory.architecture.shape import from_preset, preset_names

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from services.cli.client import (
     print_json,
 )
 from services.cli.responses import PredictResponse
+from services.cli.terminal import Console
 
 
 def predict(

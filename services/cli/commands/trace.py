@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import typer
-from rich.console import Console
 from typing_extensions import NotRequired
 
 from services.cli.plan_request import PlanRequest, takes_plan_options
+from services.cli.terminal import Console, printable
 from services.cli.views.trace import TraceDict, show_trace
 from services.shared.jobs.planning.spec_to_plan import as_run_by_ranks, to_spec_recipe
 from services.shared.memory.architecture.hf_config import config_of
@@ -92,7 +92,9 @@ def trace(
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    show_trace(Console(), found, rows, planned, budget_bytes=request.hardware.budget_bytes)
+    show_trace(
+        Console(markup=True), found, rows, planned, budget_bytes=request.hardware.budget_bytes
+    )
 
 
 def prepare(request: PlanRequest) -> tuple[TraceRequestDict, Plan]:
@@ -201,7 +203,7 @@ def _run(job: TraceRequestDict, *, real: bool) -> TraceDict:
             check=False,
         )
     if done.returncode:
-        typer.echo(done.stderr[-4000:], err=True)
+        typer.echo(printable(done.stderr[-4000:]), err=True)
         raise typer.Exit(1)
     found: TraceDict = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -10,10 +10,10 @@ from types import FrameType
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from services.cli.embedded.platform import Platform, start_platform
 from services.cli.embedded.servers import StartFailed
+from services.cli.terminal import Console
 from services.shared.files.atomic_write import write_text
 
 _POLL_SECONDS = 0.5

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from services.cli.embedded.platform import lock_data_dir, migrate
 from services.cli.embedded.servers import StartFailed, postgres_url, start_postgres
 from services.cli.embedded.supervisor import project_dir
+from services.cli.terminal import Console
 
 DataDir = Annotated[
     Path,

@@ -63,7 +63,13 @@ def socket_dir(data_dir: Path) -> Path:
 
 def postgres_url(data_dir: Path) -> str:
     """Return the URL of the Postgres of a data directory, whether it runs or not."""
-    return f"postgresql+psycopg://postgres@/stillhouse?host={socket_dir(data_dir)}"
+    return f"postgresql+psycopg://postgres@/stillhouse?host={_postgres_socket_dir(data_dir)}"
+
+
+def _postgres_socket_dir(data_dir: Path) -> Path:
+    """Return the directory of Postgres's socket: one of its own where Postgres has another user than we."""
+    path = socket_dir(data_dir)
+    return path if os.getuid() else path / "pg"
 
 
 def start_postgres(data_dir: Path, *, durable: bool = True) -> Server:
@@ -74,8 +80,11 @@ def start_postgres(data_dir: Path, *, durable: bool = True) -> Server:
     programs = _postgres_programs()
     cluster = data_dir.resolve() / "postgres"
     log = data_dir / "logs" / "postgres.log"
-    sockets = socket_dir(data_dir)
+    sockets = _postgres_socket_dir(data_dir)
     user = _unprivileged_user()
+    if user is not None:
+        sockets.mkdir(mode=0o700, exist_ok=True)
+        shutil.chown(sockets, user, pwd.getpwnam(user).pw_gid)
     _init_cluster(cluster, programs=programs, user=user, log=log, durable=durable)
     _clear_stale_pid(cluster / "postmaster.pid", program="postgres", directory=cluster)
     command = [str(programs / "postgres"), "-D", str(cluster), "-k", str(sockets)]

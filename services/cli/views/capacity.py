@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from services.cli.terminal import Console
 from services.shared.memory.planning.capacity import Fit
 from services.shared.memory.sizes import format_size
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TypedDict
 
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import NotRequired
 
@@ -15,6 +14,7 @@ from services.cli.responses import (
     JobResponse,
     ModelResponse,
 )
+from services.cli.terminal import Console
 from services.shared.jobs.evaluation_text import (
     BASELINE,
     BaselineVerdict,

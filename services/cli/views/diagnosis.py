@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.text import Text
 
+from services.cli.terminal import Console
 from services.cli.views.diagnosis_tables import facts, headline, lines_to_paste, peak, why
 from services.shared.memory.forensics.diagnosis import (
     Confidence,

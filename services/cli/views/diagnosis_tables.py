@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.terminal import Console
 from services.shared.memory.forensics.diagnosis import (
     Confidence,
     Diagnosis,

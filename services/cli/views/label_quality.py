@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from services.cli.responses import LabelQualityResponse, RowReferenceResponse
+from services.cli.terminal import Console
 
 
 def show_label_quality(found: LabelQualityResponse, *, limit: int) -> None:

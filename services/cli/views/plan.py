@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from services.cli.terminal import Console
 from services.shared.memory.planning.alternatives import Alternative
 from services.shared.memory.planning.plan import Plan
 from services.shared.memory.planning.plan_contract import Verdict

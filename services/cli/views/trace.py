@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypedDict
 
-from rich.console import Console
 from rich.table import Table
 
+from services.cli.terminal import Console
 from services.shared.memory.planning.plan import Plan
 from services.shared.memory.sizes import format_size
 

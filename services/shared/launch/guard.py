@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_KEEPCAPS = 8
 _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_RAISE = 2
-_CAP_DAC_OVERRIDE = 1
+_CAP_DAC_READ_SEARCH = 2
 _CAPABILITY_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,18 +85,19 @@ def _switch_user(user: pwd.struct_passwd) -> None:
     """Change to `user`, keeping only the right to traverse directories that are closed to others.
 
     Postgres refuses to run as root, yet its programs and its data may be below /root. Keeping
-    CAP_DAC_OVERRIDE as an ambient capability gives access to this one process only, where a chmod
-    would give it to every user. Where the capability is not held, only open paths work.
+    CAP_DAC_READ_SEARCH as an ambient capability lets this one process pass closed directories, and
+    write nowhere but in its own, where a chmod would open them to every user. Where the capability
+    is not held, only open paths work.
     """
     _libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0)
     os.setgroups([])
     os.setgid(user.pw_gid)
     os.setuid(user.pw_uid)
-    bit = 1 << _CAP_DAC_OVERRIDE
+    bit = 1 << _CAP_DAC_READ_SEARCH
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)(bit, bit, bit, 0, 0, 0)  # effective, permitted, inheritable
     if _libc.capset(header, sets) == 0:
-        _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _CAP_DAC_OVERRIDE, 0, 0)
+        _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, _CAP_DAC_READ_SEARCH, 0, 0)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from services.cli.commands import demo
 from services.cli.demo_data import FRACTIONS, write_parts
 from services.cli.demo_jobs import FROM_SCRATCH, PRETRAINED, DemoJobs
 from services.cli.pretrained.errors import FetchFailed
+from services.cli.terminal import Console
 from services.cli.views.demo_result import DemoResult, demo_result, print_result
 from services.shared.datasets.card import Split
 from services.shared.datasets.split import assign_split, text_key

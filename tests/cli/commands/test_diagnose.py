@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from services.cli.commands.diagnose import diagnose
+from services.cli.terminal import Console
 from services.cli.views.diagnosis import SCREEN_LINES, show_diagnosis
 from services.cli.views.diagnosis_tables import show_everything
 from services.shared.memory.forensics.case import Case

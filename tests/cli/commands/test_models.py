@@ -5,9 +5,8 @@ from __future__ import annotations
 from io import StringIO
 from typing import Any
 
-from rich.console import Console
-
 from services.cli.commands.models import print_evaluation
+from services.cli.terminal import Console
 
 
 def _scores(value: float) -> dict[str, Any]:
