@@ -70,6 +70,7 @@ class StudentLineage(TypedDict):
     teacher: dict[str, str]  # TeacherSource, as the spec gave it
     teacher_manifest_sha256: str | None  # None for a plain Hugging Face classifier
     student: dict[str, Any]  # ModelSource, as the spec gave it
+    teacher_layers: list[int] | None  # those that the student started from; None: not from layers
     seed: int
     steps: int
 
@@ -238,7 +239,7 @@ def publish(
             pooling=student.classifier.pooling,
             text_kind=data.card.text_kind,
             prefix=init.prefix,
-            lineage=_lineage(task, data, teacher.files, state),
+            lineage=_lineage(task, data, teacher.files, state, teacher_layers=init.layers),
             metrics=evaluation,
             max_length=training.max_length,
             calibration=None if evaluated is None else evaluated.calibration,
@@ -332,7 +333,12 @@ def _made_from(init: StudentInit, teacher: TeacherFiles) -> dict[str, Path]:
 
 
 def _lineage(
-    task: RunInput, data: DistillationData, teacher: TeacherFiles, state: LoopState
+    task: RunInput,
+    data: DistillationData,
+    teacher: TeacherFiles,
+    state: LoopState,
+    *,
+    teacher_layers: list[int] | None,
 ) -> StudentLineage:
     assert isinstance(task.spec, DistillSpec)
     manifest = teacher.directory / MANIFEST
@@ -346,6 +352,7 @@ def _lineage(
         "teacher": task.spec.teacher.model_dump(mode="json", exclude_none=True),
         "teacher_manifest_sha256": file_sha256(manifest) if manifest.exists() else None,
         "student": task.spec.student.model_dump(mode="json", exclude_none=True),
+        "teacher_layers": teacher_layers,
         "seed": task.spec.training.seed,
         "steps": state.step,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.jobs.run_directory import RunDirectory, RunInput
 from services.shared.jobs.spec import DistillSpec, TrainedTokenizer
 from services.shared.jobs.state import Reason
+from services.shared.jobs.teacher_layers import kept_layers
 from services.shared.jobs.text_conventions import conventions_of
 from services.shared.model.artifact import read_artifact, read_heads
 from services.shared.model.classifier import build_config, set_pooling
@@ -49,7 +51,7 @@ def plan_student(
     with fail_with(Reason.BAD_MODEL):
         tokenizer = _tokenizer(run, task, teacher, world)
     if source.layers_of_teacher is not None:
-        init = _from_teacher_layers(teacher, tokenizer, every=source.layers_of_teacher)
+        init = _from_teacher_layers(teacher, tokenizer, source.layers_of_teacher)
     elif task.model_dir is not None:
         init = StudentInit(read_config(task.model_dir), tokenizer, task.model_dir)
     else:
@@ -108,16 +110,8 @@ def load_student(student: Sharded, init: StudentInit, teacher: TeacherFiles, *, 
         )
 
 
-def kept_layers(count: int, every: int) -> list[int]:
-    """Return every k-th of `count` layers, always including the last, which feeds the heads.
-
-    DistilBERT is likewise initialised from every second layer of BERT (Sanh et al. 2019, section 3).
-    """
-    return list(range(count - 1, -1, -every))[::-1]
-
-
 def _from_teacher_layers(
-    teacher: TeacherFiles, tokenizer: PreTrainedTokenizerBase, *, every: int
+    teacher: TeacherFiles, tokenizer: PreTrainedTokenizerBase, wanted: int | Sequence[int]
 ) -> StudentInit:
     if not teacher.has_linear_heads:
         raise RunFailed(
@@ -126,15 +120,16 @@ def _from_teacher_layers(
             "taken; give its backbone's directory as student.path",
         )
     config = read_config(teacher.directory)
-    layers = kept_layers(config.num_hidden_layers, every)
-    if len(layers) == config.num_hidden_layers:
-        raise RunFailed(
-            Reason.BAD_SPEC,
-            f"student.layers_of_teacher: the teacher has only {config.num_hidden_layers} layers",
-        )
+    try:
+        layers = kept_layers(wanted, num_layers=config.num_hidden_layers)
+    except ValueError as error:
+        raise RunFailed(Reason.BAD_SPEC, f"student.layers_of_teacher: {error}") from error
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
         config.layer_types = [layer_types[i] for i in layers]
+    dense = getattr(config, "first_k_dense_replace", None)
+    if dense is not None:
+        config.first_k_dense_replace = sum(layer < dense for layer in layers)
     config.num_hidden_layers = len(layers)
     return StudentInit(config, tokenizer, teacher.directory, layers)
 

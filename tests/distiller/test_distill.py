@@ -252,7 +252,7 @@ def test_a_student_with_a_trimmed_vocabulary_learns_and_is_served_with_it(
     task: MakeTask, distilled: Distil, run: RunDirectory, new_dataset: MakeDataset
 ) -> None:
     few = new_dataset({Split.TRAIN: 8, Split.VALIDATION: 8, Split.TEST: 8})
-    source = {"layers_of_teacher": 2, "tokenizer": "teacher", "trim_vocabulary": True}
+    source = {"layers_of_teacher": 2, "trim_vocabulary": True}
     report = distilled(task(dataset_dir=few, student=source))
     vocabulary = report.evaluation["vocabulary"]
     assert vocabulary["rows"] < vocabulary["rows_before"]
@@ -282,7 +282,7 @@ def test_an_encoder_learns_from_a_decoder(
 
 
 def test_a_student_cut_from_its_teacher_is_distilled(task: MakeTask, distilled: Distil) -> None:
-    student = {"layers_of_teacher": 2, "tokenizer": "teacher"}
+    student = {"layers_of_teacher": 2}
     report = distilled(task(student=student, training=CONVERGED))
     assert report.evaluation["heads"]["sentiment"]["agreement"] > MIN_AGREEMENT
 

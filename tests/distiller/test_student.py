@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from services.distiller.student import StudentInit, kept_layers, load_student, plan_student
+from services.distiller.student import StudentInit, load_student, plan_student
 from services.distiller.teacher import read_teacher
 from services.shared.datasets.card import Split
 from services.shared.datasets.text import TextKind
@@ -48,24 +48,21 @@ def initialised(
     return initialise
 
 
-def test_the_last_layer_is_always_among_those_kept() -> None:
-    assert kept_layers(6, 2) == [1, 3, 5]
-    assert kept_layers(7, 3) == [0, 3, 6]
-    assert kept_layers(4, 4) == [3]
-
-
-def test_a_student_of_every_second_layer_equals_the_teacher_without_the_others(
-    initialised: InitialiseStudent, teacher_dir: Path
+@pytest.mark.parametrize("wanted", [2, [1, 3], [0, 3], [0]])
+def test_a_student_of_some_layers_equals_the_teacher_without_the_others(
+    initialised: InitialiseStudent, teacher_dir: Path, wanted: int | list[int]
 ) -> None:
-    student, init = initialised(student={"layers_of_teacher": 2, "tokenizer": "teacher"})
+    student, init = initialised(student={"layers_of_teacher": wanted})
+    layers = [1, 3] if wanted == 2 else wanted
     expected = load_classifier(teacher_dir)
-    expected.backbone.layers = torch.nn.ModuleList(expected.backbone.layers[i] for i in (1, 3))
-    expected.config.num_hidden_layers = 2
-    assert init.config.num_hidden_layers == 2
+    expected.backbone.layers = torch.nn.ModuleList(expected.backbone.layers[i] for i in layers)
+    expected.config.num_hidden_layers = len(layers)
+    assert init.config.num_hidden_layers == len(layers)
+    assert init.tokenizer.get_vocab() == load_tokenizer(teacher_dir).get_vocab()
     with torch.no_grad():
-        found, wanted = student.module(IDS), expected(IDS)
-    for head in wanted:
-        torch.testing.assert_close(found[head], wanted[head], atol=1e-5, rtol=1e-5)
+        found, wanted_logits = student.module(IDS), expected(IDS)
+    for head in wanted_logits:
+        torch.testing.assert_close(found[head], wanted_logits[head], atol=1e-5, rtol=1e-5)
 
 
 def test_a_student_may_start_from_a_directory_with_a_tokenizer_of_its_own(
@@ -96,7 +93,7 @@ def test_a_trimmed_student_equals_the_untrimmed_one_on_texts_of_kept_pieces(
     initialised: InitialiseStudent, new_dataset: MakeDataset, run: RunDirectory
 ) -> None:
     few = new_dataset({Split.TRAIN: 4, Split.VALIDATION: 8, Split.TEST: 8})
-    source = {"layers_of_teacher": 2, "tokenizer": "teacher"}
+    source: dict[str, Any] = {"layers_of_teacher": 2}
     whole, init = initialised(dataset_dir=few, student=source)
     trimmed, trimmed_init = initialised(dataset_dir=few, student=source | {"trim_vocabulary": True})
     assert trimmed_init.vocabulary is not None
@@ -130,12 +127,13 @@ def test_a_student_from_a_config_takes_the_kept_pieces_of_its_teachers_tokenizer
     assert init.config.vocab_size == init.vocabulary.report.rows < 400
 
 
-def test_taking_every_layer_of_the_teacher_is_refused(
-    initialised: InitialiseStudent, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("wanted", [4, [0, 4], [0, 1, 2, 3]])
+def test_layers_that_the_teacher_does_not_have_are_refused(
+    initialised: InitialiseStudent, wanted: int | list[int]
 ) -> None:
-    monkeypatch.setattr("services.distiller.student.kept_layers", lambda n, _every: [*range(n)])
-    with pytest.raises(RunFailed, match="the teacher has only 4 layers"):
-        initialised(student={"layers_of_teacher": 2, "tokenizer": "teacher"})
+    with pytest.raises(RunFailed, match=r"student.layers_of_teacher: .*4") as failed:
+        initialised(student={"layers_of_teacher": wanted})
+    assert failed.value.reason == "bad_spec"
 
 
 def test_texts_longer_than_the_student_reads_are_refused(

@@ -70,3 +70,27 @@ def test_a_recipe_allows_only_values_of_the_memory_plan(
     name: str, kind: type[Enum], value: str
 ) -> None:
     assert value in {*(member.value for member in kind), *OPEN.get(name, ())}, name
+
+
+@pytest.mark.parametrize("layers", [3, [0, 5, 11]])
+def test_a_student_of_its_teachers_layers_has_its_tokenizer(layers: int | list[int]) -> None:
+    spec = job_spec.validate_python(DISTILL | {"student": {"layers_of_teacher": layers}})
+    assert (spec.student.layers_of_teacher, spec.student.tokenizer) == (layers, "teacher")
+    assert job_spec.validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("student", "problem"),
+    [
+        ({"layers_of_teacher": 3, "tokenizer": "own"}, "which may be left out"),
+        ({"layers_of_teacher": 0}, "greater than or equal to 1"),
+        ({"layers_of_teacher": True}, "true and false are no numbers"),
+        ({"layers_of_teacher": []}, "at least 1 item"),
+        ({"layers_of_teacher": [3, 3]}, "each layer once, in ascending order"),
+        ({"layers_of_teacher": [5, 3]}, "each layer once, in ascending order"),
+        ({"layers_of_teacher": [-1]}, "greater than or equal to 0"),
+    ],
+)
+def test_other_layers_of_the_teacher_are_refused(student: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        job_spec.validate_python(DISTILL | {"student": student})

@@ -34,11 +34,7 @@ def test_a_pretrained_teacher_is_distilled_into_some_of_its_layers_and_served(
             "kind": "chain",
             "teacher": {"dataset_id": upload(url), "model": {"path": name}, **COMMON},
             "distill": {
-                "student": {
-                    "layers_of_teacher": 4,
-                    "tokenizer": "teacher",
-                    "trim_vocabulary": True,
-                },
+                "student": {"layers_of_teacher": 3, "trim_vocabulary": True},
                 "gate": {"min_macro_f1_share": 0.9},
                 "promote": "when_passed",
                 **COMMON,

@@ -25,7 +25,7 @@ class DecisionDict(TypedDict):
 
     field: str  # of the spec
     value: str | int
-    basis: str  # measured, assumed, machine
+    basis: str  # measured, assumed, machine, teacher
     why: str
 
 

@@ -60,14 +60,19 @@ class ModelSource(_Spec):
     config: dict[str, Any] | None = Field(
         None, description="A transformers config (with `model_type`): random weights from the seed."
     )
-    layers_of_teacher: Annotated[int, Field(ge=2, le=64), NUMBER] | None = Field(
+    layers_of_teacher: (
+        Annotated[int, Field(ge=1, le=999), NUMBER]
+        | Annotated[list[Annotated[int, Field(ge=0, le=998), NUMBER]], Field(min_length=1)]
+        | None
+    ) = Field(
         None,
-        description="Students only: start from every k-th layer of the teacher (depth pruning).",
+        description="Students only: start from layers of the teacher (depth pruning). A number: how many to "
+        "keep, spread evenly, the last among them. A list: the layers themselves, counted from 0.",
     )
     tokenizer: Literal["own", "teacher"] | TrainedTokenizer = Field(
         "own",
-        description="`own`: the directory's; `teacher`: the teacher's (students only); or one trained "
-        "on the training split (with `config`).",
+        description="`own`: the directory's; `teacher`: the teacher's (students only; the default with "
+        "`layers_of_teacher`); or one trained on the training split (with `config`).",
     )
     trim_vocabulary: bool = Field(
         False,
@@ -85,6 +90,20 @@ class ModelSource(_Spec):
         description="Put before each text, for example `query: `. Left out: what the model was trained with "
         "(heads.json, sentence-transformers' default prompt), else nothing.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _layers_come_with_their_tokenizer(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("layers_of_teacher") is not None:
+            return {"tokenizer": "teacher"} | given
+        return given
+
+    @field_validator("layers_of_teacher")
+    @classmethod
+    def _ascending(cls, layers: int | list[int] | None) -> int | list[int] | None:
+        if isinstance(layers, list) and layers != sorted(set(layers)):
+            raise ValueError("name each layer once, in ascending order")
+        return layers
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSource:
@@ -106,7 +125,9 @@ class ModelSource(_Spec):
                 'ask for {"train": true, "vocab_size": N} or, for a student, "teacher"'
             )
         if self.layers_of_teacher is not None and self.tokenizer != "teacher":
-            raise ValueError('tokenizer: a student cut from the teacher uses "teacher"')
+            raise ValueError(
+                'tokenizer: a student cut from the teacher uses "teacher", which may be left out'
+            )
         if isinstance(self.tokenizer, TrainedTokenizer) and self.config is None:
             raise ValueError("tokenizer: a trained tokenizer needs a model started from a config")
         if self.trim_vocabulary and isinstance(self.tokenizer, TrainedTokenizer):

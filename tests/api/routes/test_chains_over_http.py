@@ -32,7 +32,7 @@ def chain(desk: JobDriver) -> dict[str, Any]:
     desk.client = desk.platform.client()
     resources = {"device": "cpu", "device_memory": "8GiB"}
     model = {"config": CONFIG, "tokenizer": {"train": True}}
-    student = {"layers_of_teacher": 2, "tokenizer": "teacher"}
+    student: dict[str, Any] = {"layers_of_teacher": 2}
     return {
         "kind": "chain",
         "teacher": {"dataset_id": desk.dataset_id, "model": model, "resources": resources},
@@ -55,6 +55,24 @@ def test_a_chain_is_accepted_planned_stored_and_its_teacher_sent(
     assert desk.platform.sent == [(teacher["id"], "teacher")]
     assert teacher["plan"] != child["plan"]
     assert "teacher_placement" in child["plan"]
+    (layers,) = [
+        each for each in child["plan"]["decisions"] if each["field"] == "student.layers_of_teacher"
+    ]
+    assert (layers["value"], layers["basis"]) == (2, "teacher")
+    assert layers["why"].startswith("layers 1, 3 of the teacher's 4, counted from 0")
+
+
+@pytest.mark.parametrize("layers", [4, [0, 4]])
+def test_layers_that_the_teacher_will_not_have_are_refused_before_it_is_trained(
+    desk: JobDriver, chain: dict[str, Any], layers: int | list[int]
+) -> None:
+    chain["distill"]["student"]["layers_of_teacher"] = layers
+    response = desk.submit(chain)
+    assert response.status_code == 422
+    (error,) = response.json()["errors"]
+    assert error["field"] == "distill.student.layers_of_teacher"
+    assert "4" in response.json()["detail"]
+    assert desk.client.get("/jobs").json()["items"] == []
 
 
 def test_the_plan_of_a_chain_is_both_plans_and_stores_nothing(

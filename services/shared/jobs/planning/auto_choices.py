@@ -18,8 +18,10 @@ from pydantic import ValidationError
 
 from services.shared.files.atomic_write import write_text
 from services.shared.jobs.documents import DecisionDict
+from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.run_directory import LayerSize, MatmulTimes
-from services.shared.jobs.spec import Recipe, Resources
+from services.shared.jobs.spec import Recipe, Resources, TeacherSpec
+from services.shared.jobs.teacher_layers import kept_layers
 from services.shared.memory import hardware
 from services.shared.memory.recipe import BFLOAT16_OPTIMIZERS
 
@@ -73,6 +75,38 @@ def ranks_decisions(resources: Resources) -> list[DecisionDict]:
     why = f"one rank for each NUMA node of the machine, with {num_cores()} threads in all"
     value = num_ranks(resources)
     return [{"field": "resources.ranks", "value": value, "basis": "machine", "why": why}]
+
+
+def source_decisions(
+    resolved: ResolvedSpec, *, vocab_size: int, teacher_layers: int | None
+) -> list[DecisionDict]:
+    """Return what a spec leaves open about the weights that its model starts from.
+
+    `teacher_layers` is the number of layers of a distillation's teacher.
+    """
+    decisions: list[DecisionDict] = []
+    part = "model" if isinstance(resolved.spec, TeacherSpec) else "student"
+    if resolved.source.trim_vocabulary and resolved.vocabulary_rows is None:
+        decisions.append(
+            {
+                "field": f"{part}.trim_vocabulary",
+                "value": vocab_size,
+                "basis": "assumed",
+                "why": "planned with all rows; those that are kept are counted before the ranks start",
+            }
+        )
+    wanted = resolved.source.layers_of_teacher
+    if isinstance(wanted, int) and teacher_layers is not None:
+        layers = ", ".join(map(str, kept_layers(wanted, num_layers=teacher_layers)))
+        decisions.append(
+            {
+                "field": f"{part}.layers_of_teacher",
+                "value": wanted,
+                "basis": "teacher",
+                "why": f"layers {layers} of the teacher's {teacher_layers}, counted from 0; a list takes others",
+            }
+        )
+    return decisions
 
 
 def read_times(processors_dir: Path, size: LayerSize) -> MatmulTimes | None:

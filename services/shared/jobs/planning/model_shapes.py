@@ -15,6 +15,7 @@ from services.shared.jobs.artifact_layout import HEADS_FILE
 from services.shared.jobs.errors import InvalidRequest
 from services.shared.jobs.resolved_spec import ResolvedSpec
 from services.shared.jobs.spec import ModelSource, TeacherSpec, TrainedTokenizer
+from services.shared.jobs.teacher_layers import kept_layers
 from services.shared.memory.architecture import shape
 from services.shared.memory.architecture.dimensions import BERT_LIKE, Family
 from services.shared.memory.architecture.pooling import Pooling
@@ -100,7 +101,7 @@ def model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
     """Return the shape of the model that a job trains; a student may be cut from its teacher.
 
     With `trim_vocabulary` it has all rows of the embedding until the kept ones have been counted.
-    Raises InvalidInput.
+    Raises InvalidInput, and InvalidRequest for layers that the teacher does not have.
     """
     found = _model_of(resolved, teacher)
     rows = resolved.vocabulary_rows
@@ -110,8 +111,12 @@ def model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
 def _model_of(resolved: ResolvedSpec, teacher: Teacher | None) -> shape.Shape:
     source, teacher_shape = resolved.source, None if teacher is None else teacher.shape
     if teacher_shape is not None and source.layers_of_teacher is not None:
-        kept = -(-teacher_shape.num_layers // source.layers_of_teacher)
-        own = teacher_shape.with_layers(kept).with_heads(resolved.num_classes)
+        try:
+            layers = kept_layers(source.layers_of_teacher, num_layers=teacher_shape.dims.num_layers)
+        except ValueError as error:
+            field = "student.layers_of_teacher"
+            raise InvalidRequest(f"{field}: {error}", field=field) from error
+        own = teacher_shape.with_only_layers(layers).with_heads(resolved.num_classes)
         return _pooled(own, source.pooling)
     return shape_of(
         source, directory=resolved.model_dir, classes=resolved.num_classes, teacher=teacher_shape

@@ -22,6 +22,7 @@ from services.shared.jobs.planning.auto_choices import (
     ranks_decisions,
     read_times,
     settle_recipe,
+    source_decisions,
 )
 from services.shared.jobs.planning.model_shapes import ENCODERS, Teacher, model_of, teacher_of
 from services.shared.jobs.planning.spec_changes import split_changes
@@ -97,16 +98,13 @@ def plan_resolved(resolved: ResolvedSpec, settings: MachineSettings) -> PlannedS
         )
     except InvalidInput as error:
         raise InvalidRequest(str(error), field=_spec_field(error.field)) from error
-    if resolved.source.trim_vocabulary and resolved.vocabulary_rows is None:
-        part = "model" if isinstance(resolved.spec, TeacherSpec) else "student"
-        planned.plan.setdefault("decisions", []).append(
-            {
-                "field": f"{part}.trim_vocabulary",
-                "value": model.dims.vocab_size,
-                "basis": "assumed",
-                "why": "planned with all rows; those that are kept are counted before the ranks start",
-            }
-        )
+    decisions = source_decisions(
+        resolved,
+        vocab_size=model.dims.vocab_size,
+        teacher_layers=None if teacher is None else teacher.shape.dims.num_layers,
+    )
+    if decisions:
+        planned.plan["decisions"] = [*planned.plan.get("decisions", []), *decisions]
     return PlannedSpec(resolved, plan=planned.plan, recipe=planned.recipe)
 
 

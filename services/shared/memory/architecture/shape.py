@@ -102,6 +102,14 @@ class Shape:
             raise InvalidInput("num_layers", f"{num_layers} layers", accepted=">= 1")
         return replace(self, dims=replace(self.dims, num_layers=num_layers))
 
+    def with_only_layers(self, layers: Sequence[int]) -> Shape:
+        """Return this shape with the layers of these numbers alone, counted from 0."""
+        dims = replace(self.dims, num_layers=len(layers))
+        if dims.experts is not None:
+            dense = sum(layer < dims.experts.dense_layers for layer in layers)
+            dims = replace(dims, experts=dims.experts._replace(dense_layers=dense))
+        return replace(self, dims=dims)
+
 
 def load(source: str | Path, *, heads: Sequence[int] = ()) -> Shape:
     """Return the shape that `source` names: a preset, a directory, a config.json or safetensors.
