@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.shared.memory.architecture import config_defaults
 from services.shared.memory.architecture.dimensions import (
     BERT_LIKE,
     EXPERT_FAMILIES,
@@ -61,7 +62,6 @@ ALIASES: dict[Family, dict[str, str]] = {
 }
 ALIASES[Family.GPT_BIGCODE] = ALIASES[Family.GPT2]
 
-_FOUR_TIMES = frozenset({Family.GPT2, Family.GPT_BIGCODE, Family.BLOOM, Family.FALCON})
 _WINDOW_SWITCHES = frozenset({Family.QWEN2, Family.QWEN3})
 _GROUPED = LLAMA_LIKE | EXPERT_FAMILIES | PHI_LIKE
 _POSITIONS = BERT_LIKE | {Family.GPT2, Family.GPT_BIGCODE, Family.OPT}
@@ -77,26 +77,15 @@ _TIED = frozenset(
 def dimensions_of(config: Mapping[str, Any]) -> Dimensions:
     """Return the dimensions that `config` describes.
 
-    Raises InvalidInput for an unknown `model_type`, for missing keys (all of them named) and for
-    sizes that are not positive whole numbers.
+    Optional keys have the defaults of transformers. Raises InvalidInput for an unknown `model_type`, for
+    missing keys (all of them named) and for sizes that are not positive whole numbers.
     """
     family, config = _family(config)
     keys = _Keys(family, config)
     required = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
-    if family not in _FOUR_TIMES:
-        required.append("intermediate_size")
-    if family in _GROUPED:
-        required.append("num_key_value_heads")
-    if family in _POSITIONS:
-        required.append("max_position_embeddings")
     missing = [keys.name(key) for key in required if keys.get(key) is None]
     if missing:
-        hint = ""
-        if "num_key_value_heads" in missing:
-            hint = "num_key_value_heads equals num_attention_heads where heads are not grouped"
-        raise InvalidInput(
-            "model", f"the {family} config lacks {', '.join(missing)}", accepted=hint
-        )
+        raise InvalidInput("model", f"the {family} config lacks {', '.join(missing)}")
     return _dimensions(family, keys)
 
 
@@ -260,7 +249,8 @@ def _dimensions(family: Family, keys: _Keys) -> Dimensions:
         raise InvalidInput(
             "model.num_attention_heads", f"{heads} heads do not divide the hidden size {h}"
         )
-    wide = 4 * h if family is Family.BLOOM else keys.size("intermediate_size", 4 * h)
+    inner = config_defaults.inner_width(family, hidden_size=h)
+    wide = 4 * h if family is Family.BLOOM else keys.size("intermediate_size", inner)
     experts = _experts(family, keys) if family in EXPERT_FAMILIES else None
     if family is Family.FALCON and (
         keys.flag("alibi") or not keys.flag("parallel_attn", default=True)
@@ -277,19 +267,21 @@ def _dimensions(family: Family, keys: _Keys) -> Dimensions:
         num_layers=keys.layers("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=_kv_heads(family, keys, heads),
-        head_dim=keys.size("head_dim", _default_head_dim(family, h, heads)),
+        head_dim=keys.size(
+            "head_dim", config_defaults.head_dim(family, hidden_size=h, num_heads=heads)
+        ),
         vocab_size=keys.size("vocab_size"),
         tied=keys.flag("tie_word_embeddings", default=family in _TIED),
         attention_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=mlp_bias,
-        max_positions=keys.size("max_position_embeddings") if family in _POSITIONS else 0,
+        max_positions=_positions(family, keys),
         token_types=_token_types(family, keys),
         decoder_layers=_decoder_layers(family, keys),
         gated=_gated(family, keys),
         parallel_norms=_parallel_norms(family, keys),
         dropout=_dropout(family, keys),
-        window=_window(keys),
+        window=_window(family, keys),
         experts=experts,
         latent=latent,
         mean_pooling=config_pools_by_mean(keys.config),
@@ -298,10 +290,15 @@ def _dimensions(family: Family, keys: _Keys) -> Dimensions:
 
 def _kv_heads(family: Family, keys: _Keys, heads: int) -> int:
     if family in _GROUPED:
-        kv_heads = keys.size("num_key_value_heads")
+        default = config_defaults.key_value_heads(family, num_heads=heads)
+        kv_heads = keys.size("num_key_value_heads", default)
         if heads % kv_heads:
+            given = keys.get("num_key_value_heads") is not None
+            whose = "" if given else f", the default of {family},"
             raise InvalidInput(
-                "model.num_key_value_heads", f"{kv_heads} do not divide {heads} attention heads"
+                "model.num_key_value_heads",
+                f"{kv_heads}{whose} do not divide {heads} attention heads",
+                accepted="" if given else f"{heads} where heads are not grouped",
             )
         return kv_heads
     if family is Family.GPT_BIGCODE:
@@ -313,15 +310,10 @@ def _kv_heads(family: Family, keys: _Keys, heads: int) -> int:
     return heads
 
 
-def _default_head_dim(family: Family, hidden_size: int, heads: int) -> int:
-    # Defaults of transformers' config classes where head_dim is not hidden size over heads.
-    return {
-        Family.QWEN3: 128,
-        Family.GPT_OSS: 64,
-        Family.GEMMA: 256,
-        Family.GEMMA2: 256,
-        Family.GEMMA3: 256,
-    }.get(family, max(hidden_size // heads, 1))
+def _positions(family: Family, keys: _Keys) -> int:
+    if family not in _POSITIONS:
+        return 0
+    return keys.size("max_position_embeddings", config_defaults.positions(family))
 
 
 def _biases(family: Family, keys: _Keys) -> tuple[bool, bool, bool]:
@@ -347,7 +339,7 @@ def _biases(family: Family, keys: _Keys) -> tuple[bool, bool, bool]:
         bias = keys.flag("enable_bias", default=True)
         return bias, bias, bias
     if family in (Family.GLM, Family.GLM4):
-        return keys.flag("attention_bias"), False, False
+        return keys.flag("attention_bias", default=True), False, False
     other = family not in (Family.T5, Family.PHI3)
     return other, other, other
 
@@ -399,8 +391,9 @@ def _dropout(family: Family, keys: _Keys) -> bool:
     return rate > 0
 
 
-def _window(keys: _Keys) -> int | None:
-    window = keys.get("sliding_window")
+def _window(family: Family, keys: _Keys) -> int | None:
+    default = None if "sliding_window" in keys.config else config_defaults.window(family)
+    window = keys.get("sliding_window", default)
     if not isinstance(window, int) or isinstance(window, bool):
         return None
     return window if keys.flag("use_sliding_window", default=True) else None
@@ -410,14 +403,14 @@ def _experts(family: Family, keys: _Keys) -> Experts:
     if family is Family.MIXTRAL:
         return Experts(
             keys.size("num_local_experts", 8),
-            keys.size("intermediate_size"),
+            keys.size("intermediate_size", config_defaults.inner_width(family, hidden_size=0)),
             per_token=keys.size("num_experts_per_tok", 2),
             normalised=True,
         )
     if family is Family.GPT_OSS:
         return Experts(
             keys.size("num_local_experts", 128),
-            keys.size("intermediate_size"),
+            keys.size("intermediate_size", config_defaults.inner_width(family, hidden_size=0)),
             per_token=keys.size("num_experts_per_tok", 4),
         )
     if family is Family.QWEN3_MOE:
@@ -429,21 +422,24 @@ def _experts(family: Family, keys: _Keys) -> Experts:
             per_token=keys.size("num_experts_per_tok", 8),
             normalised=keys.flag("norm_topk_prob"),
         )
+    # V2's class has no defaults for most of these, V3's has those of the published model.
+    third = family is Family.DEEPSEEK_V3
     return Experts(
-        num_experts=keys.size("n_routed_experts"),
-        intermediate_size=keys.size("moe_intermediate_size"),
-        per_token=keys.size("num_experts_per_tok"),
-        normalised=family is Family.DEEPSEEK_V3 and keys.flag("norm_topk_prob", default=True),
-        groups=keys.size("n_group", 1),
-        shared_experts=keys.count("n_shared_experts", 0),
-        dense_layers=keys.count("first_k_dense_replace", 0),
+        num_experts=keys.size("n_routed_experts", 256 if third else None),
+        intermediate_size=keys.size("moe_intermediate_size", 2048 if third else None),
+        per_token=keys.size("num_experts_per_tok", 8 if third else None),
+        normalised=third and keys.flag("norm_topk_prob", default=True),
+        groups=keys.size("n_group", 8 if third else 1),
+        shared_experts=keys.count("n_shared_experts", 1 if third else 0),
+        dense_layers=keys.count("first_k_dense_replace", 3 if third else 0),
     )
 
 
 def _latent(keys: _Keys) -> Latent:
-    unranked = keys.get("q_lora_rank") is None
+    # null means that queries have no low rank; left out, transformers' classes take 1536.
+    unranked = keys.config.get("q_lora_rank", 0) is None
     return Latent(
-        query_rank=None if unranked else keys.size("q_lora_rank"),
+        query_rank=None if unranked else keys.size("q_lora_rank", 1536),
         key_value_rank=keys.size("kv_lora_rank", 512),
         rope_dim=keys.size("qk_rope_head_dim", 64),
         nope_dim=keys.size("qk_nope_head_dim", 128),
