@@ -163,7 +163,7 @@ def quantize_student(artifact: Path) -> None:
     )
     classifier = load_classifier(artifact, dtype=torch.float32)
     smooth(classifier, activation_maxima(classifier, calibration))
-    save_int8_weights(classifier, artifact)
+    save_int8_weights(classifier, artifact, max_length=MAX_LENGTH)
 
 
 def int8_engine(artifact: Path, plain: Classifier, *, compiles: bool) -> PackedEngine:

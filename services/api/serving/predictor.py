@@ -24,7 +24,7 @@ from services.api.serving.metrics import ServingMetrics
 from services.api.serving.prediction import Prediction
 from services.api.serving.promotion import NullListener, Promotion, RolloutListener
 from services.api.serving.quantization.background import BackgroundQuantizer
-from services.api.serving.quantization.record import read_quantization_record
+from services.api.serving.quantization.record import PACKED_KIND, read_quantization_record
 from services.api.serving.rollout.load_lock import one_load_at_a_time
 from services.api.serving.rollout.promotion_watcher import PromotionWatcher
 from services.api.serving.settings import ServingSettings
@@ -59,7 +59,7 @@ class Predictor:
             poll_seconds=self.settings.poll_seconds,
             metrics=metrics,
             listener=self._listener,
-            on_swapped=self._handle_swapped,
+            on_swapped=self.on_swapped,
         )
         self._quantizer = BackgroundQuantizer(self.settings, on_quantized=self.on_quantized)
         self._shadow = Shadow(self.active_models, self._batcher, self.settings, metrics=metrics)
@@ -97,14 +97,18 @@ class Predictor:
         self._shadow.mirror(texts, predictions, truncate=truncate, alias=alias)
         return predictions
 
+    def on_swapped(self, promotion: Promotion) -> None:
+        """Report the int8 gate's decision on a student that now serves, or have it made."""
+        self._report_gate(promotion)  # it may have been quantized by hand
+        active = self.active_models.get(promotion.alias)
+        # What transformers runs has no form in 8 bits.
+        if active is not None and active.engine.kind.startswith(PACKED_KIND):
+            self._quantizer.submit(promotion)
+
     def on_quantized(self, promotion: Promotion) -> None:
         """Report the int8 gate's decision, and load the student in 8 bits if it passed."""
         if self._report_gate(promotion):
             self._watcher.reload(promotion.model_id)
-
-    def _handle_swapped(self, promotion: Promotion) -> None:
-        self._report_gate(promotion)  # it may have been quantized by hand
-        self._quantizer.submit(promotion)
 
     def _report_gate(self, promotion: Promotion) -> bool:
         """Report the int8 gate's decision, if there is one, and return whether it passed."""

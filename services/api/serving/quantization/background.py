@@ -24,6 +24,8 @@ from services.api.serving.settings import EngineChoice, ServingSettings
 
 log = structlog.get_logger(__name__)
 
+# What the process exits with; anything else is a failure.
+PASSED, NOT_PASSED = 0, 3
 _LOWEST_PRIORITY = "19"
 _RETRY_SECONDS = 10.0
 
@@ -98,11 +100,12 @@ class BackgroundQuantizer:
                     reason = "another process quantizes it"
                 elif (reason := self._memory_reason(promotion)) is None:
                     code = self._run(promotion, lock)
+                    if self._stopping.is_set():
+                        return
+                    if code not in (PASSED, NOT_PASSED):
+                        raise ValueError(f"the process exited with {code}")  # it has said why
                     log.info(
-                        "student_quantized",
-                        model_id=promotion.model_id,
-                        passed=code == 0,
-                        exit_code=code,
+                        "student_quantized", model_id=promotion.model_id, passed=code == PASSED
                     )
                     return
             if reason != logged:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.api.serving.engines.linear import LinearWeights
+from services.api.serving.engines.linear import Activation, LinearWeights, activate
 
 # The largest quantized magnitude of weights and activations. Activations are stored as unsigned numbers
 # around a zero point: oneDNN multiplies unsigned by signed with the CPU's 8-bit instructions; for signed
@@ -27,11 +27,12 @@ _SMALLEST_SCALE = 1e-12
 
 @dataclass(frozen=True)
 class Int8Weights:
-    """An int8 weight [O, I], its scale [O] and the bias [O] of a matrix product."""
+    """An int8 weight [O, I], its scale [O] and the bias [O] of a matrix product, and what follows it."""
 
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
+    activation: Activation = Activation.NONE
 
 
 def quantize_weights(linear: LinearWeights) -> Int8Weights:
@@ -39,7 +40,7 @@ def quantize_weights(linear: LinearWeights) -> Int8Weights:
     weight = linear.weight.float()
     scale = weight.abs().amax(dim=1).clamp_min(_SMALLEST_SCALE) / INT8_MAX
     rounded = (weight / scale[:, None]).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-    return Int8Weights(rounded, scale, linear.bias)
+    return Int8Weights(rounded, scale, linear.bias, linear.activation)
 
 
 def zero_point(limit: int) -> int:
@@ -93,14 +94,17 @@ class Int8Linear:
         self._scale = weights.scale
         self._zeros = torch.zeros(len(weights.scale), dtype=torch.int64)
         self._bias = weights.bias
+        self._activation = weights.activation
         self._conversions = ops
 
     def __call__(self, x: Tensor) -> Tensor:
         tokens, scale = self._conversions.quantize_activations(x, self._limit)
         y = self.multiply(tokens)
         if self._bias is None:
-            return self._conversions.dequantize(y, scale, x.dtype)
-        return self._conversions.dequantize_add_bias(y, scale, self._bias, x.dtype)
+            y = self._conversions.dequantize(y, scale, x.dtype)
+        else:
+            y = self._conversions.dequantize_add_bias(y, scale, self._bias, x.dtype)
+        return activate(y, self._activation)
 
     def multiply(self, tokens: Tensor) -> Tensor:
         """Return the float32 product of quantized activations, scaled per output channel only."""

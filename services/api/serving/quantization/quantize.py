@@ -19,6 +19,7 @@ import torch
 
 from services.api.serving.encoder import DEFAULT_MAX_LENGTH
 from services.api.serving.engines.dtype import choose_dtype
+from services.api.serving.engines.encoder_weights import ENCODER_FAMILIES
 from services.api.serving.engines.packed_engine import PackedEngine, unsupported_reason
 from services.api.serving.engines.packed_weights import take_heads
 from services.api.serving.engines.padded_engine import PaddedEngine
@@ -72,11 +73,13 @@ def quantize_student(
 
     reference = PaddedEngine(classifier, batch_tokens=BATCH_TOKENS)
     expected = _run(reference, tokens, threads=threads)
-    smooth(classifier, activation_maxima(classifier, train_tokens))
+    # An encoder's norms feed its residuals as well, so that they cannot be divided: it is quantized as it is.
+    if classifier.config.model_type not in ENCODER_FAMILIES:
+        smooth(classifier, activation_maxima(classifier, train_tokens))
     # As it would be served on this machine, in whose dtype everything that is not int8 is computed.
     dtype = choose_dtype(ServingDtype.AUTO, torch.device("cpu"))
     heads = {n: (w.to(dtype), b.to(dtype)) for n, (w, b) in take_heads(classifier).items()}
-    weights_sha256 = save_int8_weights(classifier, artifact_dir)
+    weights_sha256 = save_int8_weights(classifier, artifact_dir, max_length=max_length)
     backbone = load_int8_backbone(artifact_dir, max_length=max_length, dtype=dtype, ops=Int8Ops())
     actual = _run(PackedEngine(backbone, heads, kind=INT8_KIND), tokens, threads=threads)
 

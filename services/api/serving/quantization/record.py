@@ -17,7 +17,8 @@ from services.shared.jobs.gates import Int8Gate
 from services.shared.jobs.run_directory import write_json
 
 FORMAT = 2
-INT8_KIND = "packed-int8"  # the engine's name, and that of the files
+PACKED_KIND = "packed"  # how the names of the engines begin whose students can be quantized
+INT8_KIND = f"{PACKED_KIND}-int8"  # the engine's name, and that of the files
 
 
 class QuantizationRecord(Int8Gate):

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from services.api.serving.engines.encoder_weights import ENCODER_FAMILIES, EncoderBackbone
 from services.api.serving.engines.linear import LinearWeights
 from services.api.serving.engines.packed_weights import (
     Backbone,
@@ -25,6 +26,7 @@ from services.api.serving.engines.packed_weights import (
     rope_tables,
     take_blocks,
 )
+from services.api.serving.quantization.encoder_weights_file import encoder_tensors, load_encoder
 from services.api.serving.quantization.int8_linear import (
     Int8Linear,
     Int8Ops,
@@ -37,11 +39,22 @@ from services.shared.files.hashing import file_sha256
 from services.shared.model.classifier import Classifier
 
 
-def save_int8_weights(classifier: Classifier, artifact_dir: Path) -> str:
+def save_int8_weights(classifier: Classifier, artifact_dir: Path, *, max_length: int) -> str:
     """Quantize a classifier's linears to int8, write them, and return the file's hash.
 
     The classifier is consumed.
     """
+    if classifier.config.model_type in ENCODER_FAMILIES:
+        tensors, metadata = encoder_tensors(classifier, max_length=max_length)
+    else:
+        tensors, metadata = _decoder_tensors(classifier)
+    path = int8_weights_path(artifact_dir)
+    with atomic_write(path) as temporary:
+        save_file(tensors, temporary, metadata=metadata)
+    return file_sha256(path)
+
+
+def _decoder_tensors(classifier: Classifier) -> tuple[dict[str, Tensor], dict[str, str]]:
     module = classifier.backbone
     shape = backbone_shape(classifier)
     metadata = {
@@ -57,18 +70,17 @@ def save_int8_weights(classifier: Classifier, artifact_dir: Path) -> str:
     for index, block in enumerate(take_blocks(classifier)):
         for name, tensor in _block_tensors(block):
             tensors[f"{index}.{name}"] = tensor.contiguous()
-    path = int8_weights_path(artifact_dir)
-    with atomic_write(path) as temporary:
-        save_file(tensors, temporary, metadata=metadata)
-    return file_sha256(path)
+    return tensors, metadata
 
 
 def load_int8_backbone(
     artifact_dir: Path, *, max_length: int, dtype: torch.dtype, ops: Int8Ops
-) -> Backbone:
+) -> Backbone | EncoderBackbone:
     """Return the int8 backbone; everything else is computed in `dtype`."""
     with safe_open(int8_weights_path(artifact_dir), framework="pt") as file:
         metadata = file.metadata()
+        if "encoder" in metadata:
+            return load_encoder(file, dtype=dtype, ops=ops)
         names = set(file.keys())
         cos, sin = rope_tables(
             file.get_tensor("frequencies"),

@@ -134,6 +134,7 @@ def build_engine(
     if settings.engine is EngineChoice.TRANSFORMERS or (
         reason and settings.engine is EngineChoice.AUTO
     ):
+        log.info("packed_not_used", artifact=str(artifact.directory), reason=reason or "settings")
         return PaddedEngine(classifier, batch_tokens=settings.batch_tokens)
     if reason:
         raise ValueError(f"the engine {settings.engine} cannot run this backbone: {reason}")

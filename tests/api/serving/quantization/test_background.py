@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from structlog.testing import capture_logs
 
 from services.api.serving.memory_headroom import bytes_to_quantize
 from services.api.serving.predictor import Predictor
@@ -24,6 +25,7 @@ from services.api.serving.quantization.record import (
 from services.api.serving.rollout.promotion_watcher import PromotionWatcher
 from services.api.serving.settings import EngineChoice, ServingSettings
 from services.shared.jobs.gates import Int8Gate
+from tests.api.serving.fakes import CountingEngine, make_student
 
 SETTINGS = ServingSettings(prepare_int8_from_bytes=100)
 
@@ -103,6 +105,35 @@ def test_a_result_is_notified_whether_it_passed_or_not(
 
 def test_a_quantization_without_a_result_is_not_notified(promotion: Promotion) -> None:
     assert quantize_all(promotion, python="true") == []
+
+
+@pytest.mark.parametrize(("code", "event"), [(1, "quantization_failed"), (3, "student_quantized")])
+def test_a_failure_is_told_apart_from_a_student_that_does_not_pass(
+    promotion: Promotion, tmp_path: Path, code: int, event: str
+) -> None:
+    script = tmp_path / "prepare"
+    script.write_text(f"#!/bin/sh\nexit {code}\n")
+    script.chmod(0o755)
+    with capture_logs() as logs:
+        assert quantize_all(promotion, python=str(script)) == []
+    assert [entry["event"] for entry in logs] == [event]
+
+
+@pytest.mark.parametrize(
+    ("kind", "submitted"),
+    [("packed-float32", True), ("packed-bfloat16", True), ("transformers-float32", False)],
+)
+def test_only_a_student_that_the_packed_engine_runs_is_quantized_after_its_promotion(
+    promotion: Promotion, monkeypatch: pytest.MonkeyPatch, kind: str, submitted: bool
+) -> None:
+    found: list[Promotion] = []
+    monkeypatch.setattr(BackgroundQuantizer, "submit", lambda _, given: found.append(given))
+    predictor = Predictor(SETTINGS, promotions=list)
+    engine = CountingEngine()
+    engine.kind = kind
+    predictor.active_models.swap(promotion.alias, make_student(engine))
+    predictor.on_swapped(promotion)
+    assert found == ([promotion] if submitted else [])
 
 
 def quantize_all(promotion: Promotion, *, python: str) -> list[Promotion]:

@@ -140,10 +140,11 @@ def test_smoothing_reduces_outliers_and_keeps_the_logits(new_artifact: NewArtifa
         assert spread[1] < spread[0]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "bert"])
 def test_quantizing_records_how_the_int8_student_compares(
-    new_artifact: NewArtifact, dataset: Path
+    new_artifact: NewArtifact, dataset: Path, family: str
 ) -> None:
-    directory = new_artifact("qwen3")
+    directory = new_artifact(family)
     record = quantize_student(directory, dataset, texts=60, threads=1)
     assert record == read_quantization_record(directory)
     assert {head.texts for head in record.heads.values()} == {60}
@@ -152,10 +153,11 @@ def test_quantizing_records_how_the_int8_student_compares(
     assert record.passed == all(head.passed for head in record.heads.values())
 
 
+@pytest.mark.parametrize("family", ["qwen3", "bert"])
 def test_a_student_that_passed_its_gate_serves_in_8_bits_with_similar_logits(
-    new_artifact: NewArtifact, dataset: Path
+    new_artifact: NewArtifact, dataset: Path, family: str
 ) -> None:
-    directory = new_artifact("qwen3")
+    directory = new_artifact(family)
     record_gate(directory, quantize_student(directory, dataset, texts=10, threads=1), passed=True)
     artifact = read_artifact(directory)
     engine = build_engine(artifact, SETTINGS)
@@ -227,9 +229,11 @@ def test_a_student_that_was_never_quantized_is_not_served_in_8_bits(
         build_engine(read_artifact(new_artifact("qwen3")), only_int8)
 
 
-def test_an_encoder_cannot_be_quantized(new_artifact: NewArtifact, dataset: Path) -> None:
-    with pytest.raises(ValueError, match="bert"):
-        quantize_student(new_artifact("bert"), dataset, texts=10, threads=1)
+def test_a_student_that_transformers_runs_cannot_be_quantized(
+    new_artifact: NewArtifact, dataset: Path
+) -> None:
+    with pytest.raises(ValueError, match="gpt2"):
+        quantize_student(new_artifact("gpt2"), dataset, texts=10, threads=1)
 
 
 TONE = Head(name="tone", labels=["bad", "good"])

@@ -183,7 +183,7 @@ def test_a_student_that_has_passed_its_gate_is_reloaded_in_8_bits_instead_of_sha
     directory = new_artifact("qwen3")
     first = load_student(promotion_of(directory), SETTINGS)
     classifier = load_classifier(directory)
-    digest = save_int8_weights(classifier, directory)
+    digest = save_int8_weights(classifier, directory, max_length=24)
     passed = QuantizationRecord(
         manifest_sha256=manifest_sha256_of(directory),
         weights_sha256=digest,
