@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from pydantic import ValidationError
 
-from services.shared.jobs.spec import Recipe, job_spec
+from services.shared.jobs.spec import DistillSpec, Recipe, job_spec
 from services.shared.memory.recipe import Recipe as MemoryRecipe
 
 DISTILL = {
@@ -75,6 +75,7 @@ def test_a_recipe_allows_only_values_of_the_memory_plan(
 @pytest.mark.parametrize("layers", [3, [0, 5, 11]])
 def test_a_student_of_its_teachers_layers_has_its_tokenizer(layers: int | list[int]) -> None:
     spec = job_spec.validate_python(DISTILL | {"student": {"layers_of_teacher": layers}})
+    assert isinstance(spec, DistillSpec)
     assert (spec.student.layers_of_teacher, spec.student.tokenizer) == (layers, "teacher")
     assert job_spec.validate_json(spec.model_dump_json()) == spec
 
