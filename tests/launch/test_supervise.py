@@ -1,8 +1,12 @@
+import errno
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +138,60 @@ def test_an_exception_while_supervising_leaves_no_rank(run: RunDirectory) -> Non
     with pytest.raises(RuntimeError, match="the worker itself"):
         _supervise(run, "ignore_everything", beat=beat)
     assert _living(run) == []
+
+
+@contextmanager
+def no_free_descriptors() -> Iterator[Callable[[], None]]:
+    """Yield a function that takes every free descriptor from this process for half a second."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    timers: list[threading.Timer] = []
+
+    def restore() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    def exhaust() -> None:
+        timers.append(threading.Timer(0.5, restore))
+        timers[-1].start()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+
+    yield exhaust
+    for timer in timers:
+        timer.join()
+    restore()
+
+
+def test_no_rank_survives_a_worker_without_descriptors(run: RunDirectory) -> None:
+    with no_free_descriptors() as exhaust:
+
+        def beat() -> HeartbeatReply:
+            if not (run.path / "pids").exists():
+                return HeartbeatReply.CONTINUE
+            exhaust()
+            return HeartbeatReply.LOST
+
+        assert _supervise(run, "ignore_everything", beat=beat) is None
+    assert _living(run) == []
+
+
+def test_ranks_go_on_while_their_worker_has_no_descriptors(run: RunDirectory) -> None:
+    beats: list[str] = []
+    with no_free_descriptors() as exhaust:
+
+        def beat() -> HeartbeatReply:
+            if not beats:
+                exhaust()
+            try:
+                (run.path / "progress.jsonl").touch()
+            except OSError as error:
+                beats.append("failed" if error.errno == errno.EMFILE else str(error))
+                raise
+            beats.append("sent")
+            return HeartbeatReply.CANCEL
+
+        ending = _supervise(run, "save_when_asked", beat=beat)
+    assert ending is not None
+    assert (ending.exit_code, ending.stop, ending.force) == (0, "cancelled", Force.NONE)
+    assert (beats[0], beats[-1]) == ("failed", "sent")
 
 
 def test_a_child_that_outlives_its_rank_is_found_by_its_mark(run: RunDirectory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -18,6 +19,9 @@ GUARD = Path(__file__).with_name("guard.py")
 RUN_MARK = "STILLHOUSE_RUN_MARK"
 # What the guard of a rank reads (see guard.py): NUMA nodes by local rank, '' for none.
 NUMA_NODES = "STILLHOUSE_NUMA_NODES"
+
+# This process, or the machine, has no free file descriptor.
+NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def guarded(command: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL) -> list[str]:
@@ -107,7 +111,11 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def processes_with_mark(mark: str) -> list[psutil.Process]:
-    """Return the living processes that carry this run's mark in their environment."""
+    """Return the living processes that carry this run's mark in their environment.
+
+    Raises OSError where this process or the machine has no free file descriptor: the answer would be
+    that there are none.
+    """
     needle = f"{RUN_MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -117,8 +125,11 @@ def processes_with_mark(mark: str) -> list[psutil.Process]:
             variables = (entry / "environ").read_bytes().split(b"\0")
             if needle in variables:
                 found.append(psutil.Process(int(entry.name)))
-        except (OSError, psutil.NoSuchProcess):
+        except psutil.NoSuchProcess:
             continue
+        except OSError as error:  # it has ended, or belongs to another user
+            if error.errno in NO_DESCRIPTORS:
+                raise
     return found
 
 

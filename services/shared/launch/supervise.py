@@ -26,6 +26,7 @@ from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.views import Claim, HeartbeatReply
 from services.shared.launch.oom_counter import OomCounters
 from services.shared.launch.processes import (
+    NO_DESCRIPTORS,
     kill_all,
     process_tree,
     processes_with_mark,
@@ -40,6 +41,7 @@ StopReason = Literal["cancelled", "handed_back", "timed_out"]
 _TICK_SECONDS = 0.2
 # torchrun passes SIGTERM to its ranks and kills what is left after 30 s (elastic agent, 2.5 to 2.13).
 _TERMINATE_SECONDS = 35.0
+_SEARCH_PAUSE_SECONDS = 0.5  # between searches for ranks while there is no free file descriptor
 
 
 class Force(str, Enum):
@@ -132,13 +134,19 @@ def supervise(
     process = start_process(launch.command, log=run.log, env=launch.env, cwd=_project_dir())
     try:
         while process.poll() is None:
-            if supervision.is_beat_due():
-                supervision.note_cgroups(process)
-                if supervision.handle_reply(beat()) is HeartbeatReply.LOST:
-                    return None
-            if stopping():
-                supervision.request_stop("handed_back")
-            supervision.escalate(process)
+            try:
+                if supervision.is_beat_due():
+                    supervision.note_cgroups(process)
+                    if supervision.handle_reply(beat()) is HeartbeatReply.LOST:
+                        return None
+                if stopping():
+                    supervision.request_stop("handed_back")
+                supervision.escalate(process)
+            except OSError as error:
+                # It passes, and the ranks work meanwhile; if it does not, the lease runs out.
+                if error.errno not in NO_DESCRIPTORS:
+                    raise
+                log.warning("supervision_waits", run=str(run.path), error=str(error))
             _wait(process, _TICK_SECONDS)
         last = beat()  # the final lines of progress, and a lease that covers the outcome
         return None if last is HeartbeatReply.LOST else supervision.result(process.returncode)
@@ -151,13 +159,28 @@ def kill_run_processes(process: subprocess.Popen[bytes], run: RunDirectory) -> N
 
     Ranks run in sessions of their own, so no signal to a process group reaches them, and a rank that
     outlives torchrun is no longer our descendant. The mark in their environment finds them all.
+
+    Finding them takes file descriptors. Where this process has none, torchrun is killed by its pid, which
+    takes its ranks with it (see guard.py), and the search is repeated until it succeeds: two attempts
+    must never run on one job's checkpoints.
     """
-    kill_all(process_tree(process))
-    process.wait()
-    left = processes_with_mark(str(run.path))
-    if left:
-        log.warning("ranks_killed", run=str(run.path), pids=[member.pid for member in left])
-        kill_all(left)
+    is_reported = False
+    while True:
+        try:
+            kill_all(process_tree(process))
+            process.wait()
+            left = processes_with_mark(str(run.path))
+            if left:
+                log.warning("ranks_killed", run=str(run.path), pids=[member.pid for member in left])
+                kill_all(left)
+        except OSError as error:
+            if not is_reported:
+                log.warning("search_for_ranks_failed", run=str(run.path), error=str(error))
+            is_reported = True
+            process.kill()
+            time.sleep(_SEARCH_PAUSE_SECONDS)
+        else:
+            return
 
 
 class _Supervision:
