@@ -181,6 +181,13 @@ def test_only_services_that_need_a_password_get_it(tmp_path: Path) -> None:
     assert holders == {"redis", "api", *WORKERS}
 
 
+def test_no_password_is_in_a_command(tmp_path: Path) -> None:
+    services = merged(tmp_path)["services"].values()
+    commands = json.dumps([[each.get("command"), each.get("healthcheck")] for each in services])
+    assert "for-redis" not in commands
+    assert "for-postgres" not in commands
+
+
 def test_the_api_keys_come_as_a_secret(tmp_path: Path) -> None:
     found = merged(tmp_path)
     assert found["secrets"]["api_keys"]["file"] == BASE["API_KEYS_FILE"]

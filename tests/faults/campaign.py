@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ MAX_TRIES = 2  # a job may leave its phase before the fault is injected
 class Campaign:
     """The platform, its jobs, the draws, and the violations found."""
 
-    def __init__(self, out: Path, *, seed: int) -> None:
+    def __init__(self, out: Path, *, seed: int, only: Sequence[str] = ()) -> None:
         self.out = out
+        self.faults = [fault for fault in FAULTS if not only or fault.name in only]
         self.rng = random.Random(seed)
         self.seed = seed
         self.violations: list[dict[str, Any]] = []
@@ -116,7 +118,7 @@ class Campaign:
         return len(self.workload.ended)
 
     def _draw_all(self, count: int) -> None:
-        faults = [f for f in FAULTS if f.name != "fill_disk" or self.context.volume is not None]
+        faults = [f for f in self.faults if f.name != "fill_disk" or self.context.volume is not None]
         self._log(f"seed {self.seed}, {count} draws, pid {os.getpid()}")
         deck = draw_schedule(self.rng, 2 * count, faults)
         for number, (fault, phase) in enumerate(deck, start=1):
@@ -322,11 +324,12 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=300)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--out", type=Path, default=Path(".stillhouse/faults"))
+    names = [fault.name for fault in FAULTS]
+    parser.add_argument("--only", nargs="+", choices=names, default=[], help="These faults alone.")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
-    campaign = Campaign(
-        options.out.resolve() / f"{time.strftime('%m%d-%H%M%S')}-seed{seed}", seed=seed
-    )
+    out = options.out.resolve() / f"{time.strftime('%m%d-%H%M%S')}-seed{seed}"
+    campaign = Campaign(out, seed=seed, only=options.only)
     try:
         campaign.run(options.draws)
     finally:

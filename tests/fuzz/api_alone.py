@@ -71,7 +71,7 @@ def api_alone(directory: Path, **settings: str) -> Iterator[ApiAlone]:
             with log.open("wb") as output, _started(environment, output) as process:
                 url = f"http://127.0.0.1:{port}"
                 _until_ready(url, process, log)
-                yield ApiAlone(url, key, ApiSettings.model_validate(environment), process.pid, log)
+                yield ApiAlone(url, key, _as_read(environment), process.pid, log)
         finally:
             valkey.stop()
     finally:
@@ -110,6 +110,15 @@ def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
             pass
         time.sleep(0.2)
     raise RuntimeError(f"The API did not start ({log}):\n{log_tail(log)}")
+
+
+def _as_read(environment: dict[str, str]) -> ApiSettings:
+    """Return the settings as the API reads them from its environment: structured ones are JSON."""
+    values = {
+        name: json.loads(value) if value.startswith(("{", "[")) else value
+        for name, value in environment.items()
+    }
+    return ApiSettings.model_validate(values)
 
 
 def _free_port() -> int:

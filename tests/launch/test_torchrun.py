@@ -96,6 +96,32 @@ def test_ranks_do_not_get_the_address_of_the_database() -> None:
     assert not rank_environment(CPU, environment=secrets).keys() & secrets.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, "planted") for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD")],
+        *[(name, "planted") for name in ("REDISCLI_AUTH", "STILLHOUSE_API_KEY", "OPENAI_APIKEY")],
+        ("HTTPS_PROXY", "http://somebody:planted@proxy:3128"),
+        ("ANY_URL", "redis://:planted@host/0"),
+    ],
+)
+def test_ranks_get_no_secret_of_any_name(name: str, value: str) -> None:
+    assert name not in rank_environment(CPU, environment={name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "true"),
+        ("KEYBOARD", "us"),
+        ("HTTPS_PROXY", "http://proxy:3128"),
+        ("NCCL_SOCKET_IFNAME", "ib0"),
+    ],
+)
+def test_ranks_get_what_is_no_secret(name: str, value: str) -> None:
+    assert rank_environment(CPU, environment={name: value})[name] == value
+
+
 def test_gloo_uses_the_loopback_interface() -> None:
     assert rank_environment(CPU, environment={})["GLOO_SOCKET_IFNAME"] == "lo"
 

@@ -25,12 +25,14 @@ from services.shared.jobs.spec import TeacherSpec
 from services.shared.jobs.state import TERMINAL, JobState, Reason
 from services.shared.jobs.views import Claim, EventType, FinishResult, JobView, QueuedJob
 from services.shared.launch.aftermath.outcome import MemoryFailure
+from services.shared.launch.processes import processes_with_mark
 from services.shared.launch.task import run_job
 from services.shared.launch.torchrun import Launch
 from tests.factories import create_job, diagnosis_document
 
 HERE = Path(__file__).parent
 MODULE = "fake_training"
+SECRET = "planted-secret-9d41c7"
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def _run(
     return sent
 
 
-def _until(condition: Callable[[], bool], *, seconds: float = 60) -> bool:
+def _until(condition: Callable[[], bool], *, seconds: float = 180) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -276,13 +278,17 @@ def worker(settings: JobSettings, tmp_path: Path) -> Iterator[subprocess.Popen[b
     """A worker process that listens to the queue `trainer` and runs the fake training."""
     ready = tmp_path / "ready"
     env = dict(os.environ) | {
-        "PYTHONPATH": str(HERE),
+        # The fake training, and this checkout where another one is installed.
+        "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
         "STILLHOUSE_READY_FILE": str(ready),
-        "STILLHOUSE_DATABASE_URL": settings.database_url,
+        "STILLHOUSE_DATABASE_URL": settings.database_url.replace("@", f":{SECRET}@", 1),
         "STILLHOUSE_BROKER_URL": settings.broker_url,
         "STILLHOUSE_DATA_DIR": str(settings.data_dir),
         "STILLHOUSE_HEARTBEAT_SECONDS": "0.1",
         "STILLHOUSE_SWEEP_SECONDS": "0.2",
+        "STILLHOUSE_API_KEY": SECRET,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "HTTPS_PROXY": f"http://somebody:{SECRET}@127.0.0.1:9",
     }
     code = f"from services.shared.launch.worker import serve; serve('trainer', module='{MODULE}')"
     with (tmp_path / "worker.log").open("wb") as log:
@@ -317,6 +323,39 @@ def test_a_terminated_worker_hands_its_job_back_and_exits(
     assert store.job(job.id).state is JobState.QUEUED
     (attempt,) = store.attempts(job.id)
     assert attempt.ending == "handed_back"
+
+
+def test_no_secret_of_a_worker_reaches_process_lists_ranks_logs_or_run_directories(
+    worker: subprocess.Popen[bytes], store: Store, settings: JobSettings, tmp_path: Path
+) -> None:
+    job = _job(store, "stop_when_asked")
+    send(make_celery(settings), job.id, "teacher")
+    assert _until(lambda: store.job(job.id).phase == "training")
+    ranks = [process.pid for process in processes_with_mark(str(settings.run_dir(job.id, 1)))]
+    assert len(ranks) >= 2  # torchrun and a rank
+    held = [Path(f"/proc/{pid}/environ") for pid in ranks]
+    assert not _holders(SECRET, [*held, *Path("/proc").glob("[0-9]*/cmdline")])
+    # The search finds it where it is.
+    assert _holders(SECRET, [Path(f"/proc/{worker.pid}/environ")])
+
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(60) == 0
+    files = [path for path in settings.data_dir.rglob("*") if path.is_file()]
+    assert any(path.name == "spec.json" for path in files)
+    assert not _holders(SECRET, [*files, tmp_path / "worker.log"])
+
+
+def _holders(text: str, files: list[Path]) -> list[Path]:
+    """Return the files that hold a text; processes end and files go meanwhile."""
+    found = []
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            continue
+        if text.encode() in content:
+            found.append(file)
+    return found
 
 
 def test_a_job_whose_worker_was_killed_is_resumed_by_another(

@@ -17,11 +17,10 @@ from services.shared.launch.devices import (
     numa_nodes,
 )
 from services.shared.launch.processes import NUMA_NODES, RUN_MARK, guarded
+from services.shared.launch.secret_variables import is_secret
 
 # torch 2.5 reads only the name of its own build, later versions the last one; so all get one value.
 _ALLOCATOR_NAMES = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Ranks never connect to the database or the broker, so they do not get their addresses.
-_KEPT_FROM_RANKS = ("STILLHOUSE_DATABASE_URL", "STILLHOUSE_BROKER_URL", "STILLHOUSE_API_KEYS_FILE")
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,10 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of the ranks: the worker's own, completed for the kind of device.
 
-    Values set by the operator are kept, except those known to break device initialisation.
+    Values set by the operator are kept, except secrets and those known to break device initialisation.
     """
     kind = device_kind(resources.device)
-    env = {name: value for name, value in environment.items() if name not in _KEPT_FROM_RANKS}
+    env = {name: value for name, value in environment.items() if not is_secret(name, value)}
     env.update(PYTHONFAULTHANDLER="1")
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env.setdefault("HF_HUB_OFFLINE", "1")
