@@ -118,7 +118,9 @@ class Campaign:
         return len(self.workload.ended)
 
     def _draw_all(self, count: int) -> None:
-        faults = [f for f in self.faults if f.name != "fill_disk" or self.context.volume is not None]
+        faults = [
+            f for f in self.faults if f.name != "fill_disk" or self.context.volume is not None
+        ]
         self._log(f"seed {self.seed}, {count} draws, pid {os.getpid()}")
         deck = draw_schedule(self.rng, 2 * count, faults)
         for number, (fault, phase) in enumerate(deck, start=1):
