@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,14 +23,10 @@ from services.shared.jobs.run_directory import (
 )
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.views import Claim, HeartbeatReply
+from services.shared.launch.engines.local import LocalEngine
+from services.shared.launch.engines.port import EngineState, Submission
 from services.shared.launch.oom_counter import OomCounters
-from services.shared.launch.processes import (
-    NO_DESCRIPTORS,
-    kill_all,
-    process_tree,
-    processes_with_mark,
-    start_process,
-)
+from services.shared.launch.processes import NO_DESCRIPTORS
 from services.shared.launch.torchrun import Launch
 
 log = structlog.get_logger(__name__)
@@ -41,7 +36,6 @@ StopReason = Literal["cancelled", "handed_back", "timed_out"]
 _TICK_SECONDS = 0.2
 # torchrun passes SIGTERM to its ranks and kills what is left after 30 s (elastic agent, 2.5 to 2.13).
 _TERMINATE_SECONDS = 35.0
-_SEARCH_PAUSE_SECONDS = 0.5  # between searches for ranks while there is no free file descriptor
 
 
 class Force(str, Enum):
@@ -130,64 +124,49 @@ def supervise(
     `beat` is called every `heartbeat_seconds`; `stopping` returns whether this worker is
     shutting down. No process of the run survives this call, even after an exception.
     """
-    supervision = _Supervision(run, settings=settings, timeout_seconds=timeout_seconds)
-    process = start_process(launch.command, log=run.log, env=launch.env, cwd=_project_dir())
+    engine, name = LocalEngine(), run.path.name
+    supervision = _Supervision(
+        run, engine=engine, name=name, settings=settings, timeout_seconds=timeout_seconds
+    )
+    engine.submit(Submission(name=name, run=run, launch=launch))
     try:
-        while process.poll() is None:
+        while (status := engine.status([name])[name]).state is EngineState.RUNNING:
             try:
                 if supervision.is_beat_due():
-                    supervision.note_cgroups(process)
+                    supervision.note_cgroups()
                     if supervision.handle_reply(beat()) is HeartbeatReply.LOST:
                         return None
                 if stopping():
                     supervision.request_stop("handed_back")
-                supervision.escalate(process)
+                supervision.escalate()
             except OSError as error:
                 # It passes, and the ranks work meanwhile; if it does not, the lease runs out.
                 if error.errno not in NO_DESCRIPTORS:
                     raise
                 log.warning("supervision_waits", run=str(run.path), error=str(error))
-            _wait(process, _TICK_SECONDS)
+            engine.wait(name, _TICK_SECONDS)
         last = beat()  # the final lines of progress, and a lease that covers the outcome
-        return None if last is HeartbeatReply.LOST else supervision.result(process.returncode)
+        assert status.exit_code is not None
+        return None if last is HeartbeatReply.LOST else supervision.result(status.exit_code)
     finally:
-        kill_run_processes(process, run)
-
-
-def kill_run_processes(process: subprocess.Popen[bytes], run: RunDirectory) -> None:
-    """Kill torchrun, its ranks and their children, wherever they are in the process tree.
-
-    Ranks run in sessions of their own, so no signal to a process group reaches them, and a rank that
-    outlives torchrun is no longer our descendant. The mark in their environment finds them all.
-
-    Finding them takes file descriptors. Where this process has none, torchrun is killed by its pid, which
-    takes its ranks with it (see guard.py), and the search is repeated until it succeeds: two attempts
-    must never run on one job's checkpoints.
-    """
-    is_reported = False
-    while True:
-        try:
-            kill_all(process_tree(process))
-            process.wait()
-            left = processes_with_mark(str(run.path))
-            if left:
-                log.warning("ranks_killed", run=str(run.path), pids=[member.pid for member in left])
-                kill_all(left)
-        except OSError as error:
-            if not is_reported:
-                log.warning("search_for_ranks_failed", run=str(run.path), error=str(error))
-            is_reported = True
-            process.kill()
-            time.sleep(_SEARCH_PAUSE_SECONDS)
-        else:
-            return
+        engine.kill_remains(name)
 
 
 class _Supervision:
     """The timers of one run: heartbeats, the time limit, and the escalation against ranks that must end."""
 
-    def __init__(self, run: RunDirectory, *, settings: JobSettings, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        *,
+        engine: LocalEngine,
+        name: str,
+        settings: JobSettings,
+        timeout_seconds: float,
+    ) -> None:
         self._run = run
+        self._engine = engine
+        self._name = name
         self._settings = settings
         self._started = time.monotonic()
         self._timeout_at = self._started + timeout_seconds
@@ -198,9 +177,9 @@ class _Supervision:
         self._counters = OomCounters()
         self._counters.track(["self"])
 
-    def note_cgroups(self, process: subprocess.Popen[bytes]) -> None:
+    def note_cgroups(self) -> None:
         """Record the memory cgroups of the ranks while they are alive."""
-        self._counters.track(member.pid for member in process_tree(process))
+        self._counters.track(self._engine.pids(self._name))
 
     def is_beat_due(self) -> bool:
         if time.monotonic() < self._beat_at:
@@ -224,7 +203,7 @@ class _Supervision:
         self._stop = reason
         log.info("stop_requested", run=str(self._run.path), reason=reason)
 
-    def escalate(self, process: subprocess.Popen[bytes]) -> None:
+    def escalate(self) -> None:
         """Stop the ranks at the time limit; after each grace period use more force."""
         now = time.monotonic()
         if now > self._timeout_at:
@@ -235,11 +214,11 @@ class _Supervision:
         if self._force is Force.NONE:
             self._force = Force.TERMINATED
             self._escalate_at = now + _TERMINATE_SECONDS
-            process.terminate()
+            self._engine.cancel(self._name)
         else:
             self._force = Force.KILLED
             self._escalate_at = float("inf")
-            kill_all(process_tree(process))
+            self._engine.cancel(self._name, kill=True)
 
     def result(self, exit_code: int) -> RunExit:
         return RunExit(
@@ -249,15 +228,3 @@ class _Supervision:
             oom_killed=self._counters.killed(),
             seconds=time.monotonic() - self._started,
         )
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return
-
-
-def _project_dir() -> Path:
-    """Return the directory from which `services` imports, for a checkout that is not installed."""
-    return Path(__file__).resolve().parents[3]

@@ -1,0 +1,1 @@
+"""Engines: what starts the ranks of an attempt, behind one port."""
