@@ -145,6 +145,10 @@ bench-data: $(INSTALLED) ## Measure a million rows from the upload to the first 
 bench-serving: $(INSTALLED) ## Measure serving against other servers (minutes; 2 GB in .stillhouse/bench)
 	$(BIN)/python -m tests.bench.serving $(ARGS)
 
+.PHONY: bench-encoder
+bench-encoder: $(INSTALLED) ## Measure a real encoder against ONNX Runtime and padded transformers (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.encoder $(ARGS)
+
 .PHONY: bench-memory
 bench-memory: $(INSTALLED) ## Measure the memory of the API over 20,000 predictions (ARGS="--requests 1000000")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.serving_memory $(ARGS)
