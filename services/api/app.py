@@ -17,16 +17,20 @@ from services.api.openapi import install_openapi
 from services.api.routes import (
     audit,
     classify,
+    console,
     datasets,
     diagnoses,
     health,
+    job_list,
     jobs,
     maintenance,
     model_files,
     models,
+    node,
     plans,
     predict,
     runs,
+    session,
 )
 from services.api.telemetry import (
     ModelInfoCollector,
@@ -56,6 +60,7 @@ def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> Fast
         classify.router,
         datasets.router,
         plans.router,
+        job_list.router,  # before `/jobs/{job_id}`
         jobs.writes,
         jobs.reads,
         runs.router,
@@ -64,7 +69,10 @@ def create_app(context: AppContext, *, lifespan: Lifespan | None = None) -> Fast
         model_files.router,
         audit.router,
         maintenance.router,
+        node.router,
+        session.router,
         health.router,
+        console.router,
     ):
         app.include_router(router)
     errors.install_handlers(app)
@@ -95,6 +103,7 @@ _TAGS = [
     {"name": "diagnoses", "description": "Explain out-of-memory errors."},
     {"name": "models", "description": "Model registry, evaluation gate and promotions."},
     {"name": "predict", "description": "Classify texts with the promoted student."},
-    {"name": "operations", "description": "Audit log and maintenance mode."},
+    {"name": "operations", "description": "Workers, disk, audit log and maintenance mode."},
+    {"name": "session", "description": "Sign in to the console."},
     {"name": "health", "description": "Probes, status and metrics."},
 ]

@@ -11,12 +11,15 @@ from fastapi import Depends, Path, Query, Request
 
 from services.api.auth.callers import Caller, authenticate
 from services.api.auth.keys import Keys
+from services.api.auth.sessions import SECRET_FILE, Sessions
 from services.api.event_streams import EventStreams, StreamLimiter
+from services.api.job_list_streams import JobListStreams
 from services.api.limits.rate_limit import RateLimiters
 from services.api.limits.uploads import UploadLimiter
 from services.api.sandboxes import Sandboxes
 from services.api.serving.prediction import Prediction
 from services.api.settings import ApiSettings
+from services.api.statistics_cache import StatisticsCache
 from services.api.telemetry import Metrics
 from services.shared.datasets.card import Head
 from services.shared.datasets.text import Text
@@ -99,7 +102,10 @@ class AppContext:
     audit: AuditLog = field(init=False)
     maintenance: Maintenance = field(init=False)
     event_streams: EventStreams = field(init=False)
+    job_list_streams: JobListStreams = field(init=False)
     stream_limiter: StreamLimiter = field(init=False)
+    sessions: Sessions = field(init=False)
+    dataset_statistics: StatisticsCache = field(init=False)
     download_limiter: StreamLimiter = field(
         default_factory=lambda: StreamLimiter(max_streams=16, max_per_caller=4, what="downloads")
     )
@@ -110,6 +116,15 @@ class AppContext:
         limiter = StreamLimiter(
             max_streams=settings.event_streams, max_per_caller=settings.event_streams_per_key
         )
+        sessions = Sessions(
+            settings.data_dir / SECRET_FILE,
+            idle_seconds=settings.session_seconds,
+            most_seconds=settings.session_most_seconds,
+        )
+        lists = JobListStreams(poll_seconds=settings.event_poll_seconds)
+        object.__setattr__(self, "sessions", sessions)
+        object.__setattr__(self, "dataset_statistics", StatisticsCache(settings))
+        object.__setattr__(self, "job_list_streams", lists)
         object.__setattr__(self, "audit", AuditLog(self.store.engine))
         object.__setattr__(self, "maintenance", Maintenance(self.store.engine))
         object.__setattr__(self, "event_streams", streams)

@@ -133,6 +133,15 @@ class ApiSettings(JobSettings):
         None, gt=0, description="Maximum duration of a stream; by default it ends with its job."
     )
 
+    session_seconds: float = Field(
+        3600.0,
+        gt=0,
+        description="A browser that is signed in to the console and closed for this long is signed out.",
+    )
+    session_most_seconds: float = Field(
+        12 * 3600.0, gt=0, description="The longest time that a browser stays signed in."
+    )
+
     @property
     def uploads_dir(self) -> Path:
         return self.data_dir / "uploads"

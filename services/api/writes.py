@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.api.auth.authentication import PUBLIC_PATHS
+from services.api.auth.authentication import is_public
 from services.api.auth.callers import Caller, authenticate
 from services.api.deps import AppContext
 from services.api.problems import ProblemError, problem_response
@@ -23,7 +23,8 @@ STORES_NOTHING = frozenset(
     {"/predict", "/v1/classify", "/jobs/plan", "/datasets/preview", "/diagnoses"}
 )
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-MAINTENANCE_PATH = "/maintenance"
+# Maintenance is ended by a write, and seen by those who sign in.
+_DURING_MAINTENANCE = frozenset({"/maintenance", "/session"})
 MAINTENANCE_RETRY_SECONDS = 60
 _RATE_LIMITED = 429  # not recorded: a key could fill the log with what was not even looked at
 
@@ -34,7 +35,7 @@ def is_write(scope: Scope) -> bool:
         scope["type"] == "http"
         and scope["method"] not in _READING
         and scope["path"] not in STORES_NOTHING
-        and scope["path"] not in PUBLIC_PATHS  # which have no write, and whose callers have no key
+        and not is_public(scope["path"])  # which have no write, and whose callers have no key
     )
 
 
@@ -45,7 +46,7 @@ class MaintenanceMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if is_write(scope) and scope["path"] != MAINTENANCE_PATH:
+        if is_write(scope) and scope["path"] not in _DURING_MAINTENANCE:
             context: AppContext = scope["app"].state.context
             try:
                 current = await run_in_threadpool(context.maintenance.current)

@@ -8,9 +8,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.api.auth.callers import authenticate
 from services.api.problems import ProblemError, problem_response
 
-# Probes and the API description. Everything else needs a key, including paths that do not exist.
+# Probes, the API description and the console's page. Everything else needs a key, including paths that do
+# not exist, except below CONSOLE_PATH.
 PUBLIC_PATHS = frozenset(
     {
+        "/",
         "/livez",
         "/readyz",
         "/health",
@@ -20,6 +22,14 @@ PUBLIC_PATHS = frozenset(
         "/redoc",
     }
 )
+
+
+CONSOLE_PATH = "/console/"  # the files of the console, which hold nothing of anybody
+
+
+def is_public(path: str) -> bool:
+    """Return whether a path needs no key."""
+    return path in PUBLIC_PATHS or path.startswith(CONSOLE_PATH)
 
 
 class AuthenticationMiddleware:
@@ -32,7 +42,7 @@ class AuthenticationMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+        if scope["type"] == "http" and not is_public(scope["path"]):
             try:
                 authenticate(Request(scope))
             except ProblemError as problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +13,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from services.api.auth.keys import ApiKey, Keys, Scope
+from services.api.auth.sessions import COOKIE, CSRF_HEADER, Session, Sessions
 from services.api.limits.rate_limit import RateLimiters, client_address
 from services.api.problems import ProblemError
 from services.api.settings import is_loopback
@@ -19,6 +21,7 @@ from services.shared.jobs.projects import DEFAULT_PROJECT, Access
 from services.shared.jobs.quota import UNLIMITED, Quota
 
 LOCAL = "local"  # who does what without a key, on a server that needs none
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _CALLER = "stillhouse.caller"  # in the ASGI scope: a request is authenticated once
 
 
@@ -30,6 +33,7 @@ class Caller:
     name: str = LOCAL  # of the key, for the records of who did what
     key: ApiKey | None = None
     default_quota: Quota = UNLIMITED
+    session: Session | None = None  # of the console, instead of the key itself
 
     @property
     def id(self) -> str:
@@ -85,6 +89,13 @@ def authorize(request: Request, scope: Scope) -> Caller:
     return caller
 
 
+async def limit_by_key(request: Request) -> None:
+    """Rate-limit a route that needs a key, whatever its scopes (a dependency)."""
+    caller = authenticate(request)
+    if caller.key is not None:
+        request.app.state.context.rate_limiters.other.acquire(caller.id)
+
+
 def require_scope(request: Request, scope: Scope, *, effect: str) -> None:
     """Require a further scope for an effect of a request that its route alone does not show.
 
@@ -115,7 +126,34 @@ def identify(request: Request) -> Caller | None:
     if keys.is_empty:
         return Caller(address)
     found = _find_key(request, keys)
+    if found is None and (session := _find_session(request, keys)):
+        found = session[:2]
     return None if found is None else Caller(address, *found)
+
+
+def _find_session(request: Request, keys: Keys) -> tuple[str, ApiKey, Session] | tuple[()]:
+    """Return the key's name, its entry and the session of a request's cookie, or nothing."""
+    cookie = request.cookies.get(COOKIE)
+    if cookie is None or "authorization" in request.headers:  # a key that is sent is what counts
+        return ()
+    sessions: Sessions = request.app.state.context.sessions
+    return sessions.find(cookie, keys) or ()
+
+
+def _check_csrf(request: Request, session: Session) -> None:
+    """Require a writing request of a session to come from a page of this origin. Raises ProblemError."""
+    if request.method in _READING:
+        return
+    origin = request.headers.get("origin")
+    own = urlsplit(f"//{request.headers.get('host', '')}").netloc
+    foreign = origin is not None and urlsplit(origin).netloc != own
+    sent = request.headers.get(CSRF_HEADER, "").encode("utf-8", "replace")
+    if foreign or not hmac.compare_digest(sent, session.csrf_token.encode()):
+        raise ProblemError(
+            "forbidden",
+            "A request of a signed-in browser that is no GET needs `X-CSRF-Token` from GET /session, and the "
+            "origin of this server.",
+        )
 
 
 def _find_key(request: Request, keys: Keys) -> tuple[str, ApiKey] | None:
@@ -131,6 +169,9 @@ def _authenticate(request: Request) -> Caller:
     if keys.is_empty:
         _check_local(request)
         return Caller(address, default_quota=quota)
+    if session := _find_session(request, keys):
+        _check_csrf(request, session[2])
+        return Caller(address, *session[:2], default_quota=quota, session=session[2])
     found = _find_key(request, keys)
     if found is None:
         rates: RateLimiters = request.app.state.context.rate_limiters

@@ -96,6 +96,17 @@ class Keys:
                 found = name, entry
         return found
 
+    def by_hash(self, digits: str) -> tuple[str, ApiKey] | None:
+        """Return the name and entry of the key whose hash begins with `digits`, or None."""
+        return next(
+            (
+                (name, entry)
+                for name, entry in self._entries.items()
+                if digits and entry.sha256.startswith(digits)
+            ),
+            None,
+        )
+
 
 def read_keys(path: Path) -> Keys:
     """Read a keys file. Raises ValueError if it cannot be read or is malformed."""

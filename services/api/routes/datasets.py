@@ -36,10 +36,12 @@ from services.api.openapi import links, problems
 from services.api.problems import ProblemError, invalid_field
 from services.shared.datasets.preview import Preview
 from services.shared.datasets.sandbox import ingest_in_sandbox, preview_in_sandbox
+from services.shared.datasets.statistics import DatasetStatistics
 from services.shared.datasets.upload import Format, Layout
 from services.shared.files.directory_size import directory_bytes
 from services.shared.jobs.db.lifecycle_store import LifecycleStore
 from services.shared.jobs.db.store import Store
+from services.shared.jobs.errors import NotFound
 from services.shared.jobs.ids import new_id
 from services.shared.jobs.lifecycle.disk import full_disk_for_uploads
 from services.shared.jobs.views import DatasetView, DeletionView, Page
@@ -152,6 +154,23 @@ def list_datasets(
 def get_dataset(dataset_id: DatasetId, store: StoreDep) -> DatasetView:
     """Show a dataset: heads and their labels, rows of each split, warnings."""
     return store.dataset(dataset_id)
+
+
+@router.get(
+    "/datasets/{dataset_id}/statistics",
+    operation_id="get_dataset_statistics",
+    dependencies=[Depends(requires(Scope.READ))],
+    responses=problems(404),
+)
+def get_dataset_statistics(
+    dataset_id: DatasetId, store: StoreDep, context: ContextDep
+) -> DatasetStatistics:
+    """Show labels of each split, a histogram of lengths, and the first rows of each split."""
+    card = store.dataset(dataset_id)
+    try:
+        return context.dataset_statistics.of(card)
+    except FileNotFoundError as error:
+        raise NotFound("files of the dataset", dataset_id) from error
 
 
 @router.delete(

@@ -23,8 +23,9 @@ from services.api.deps import (
     Limit,
     StoreDep,
 )
-from services.api.limits.body import screen_json
+from services.api.limits.body import screen_json, text_fault
 from services.api.openapi import links, problems
+from services.api.problems import invalid_field
 from services.shared.jobs.errors import prefix_field
 from services.shared.jobs.planning.spec_changes import change_spec
 from services.shared.jobs.resolved_spec import PlannedSpec
@@ -243,12 +244,31 @@ def list_jobs(
     store: StoreDep,
     state: Annotated[JobState | None, Query(description="Only jobs in this state.")] = None,
     kind: Annotated[Kind | None, Query(description="Only jobs of this kind.")] = None,
+    search: Annotated[
+        str | None,
+        Query(min_length=1, max_length=120, description="Only jobs with this in their name or id."),
+    ] = None,
+    created_by: Annotated[
+        str | None,
+        Query(min_length=1, max_length=120, description="Only jobs that this key has submitted."),
+    ] = None,
     deleted: Deleted = False,
     cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Page[JobSummary]:
     """List jobs, the newest first."""
-    return store.list_jobs(state=state, kind=kind, deleted=deleted, cursor=cursor, limit=limit)
+    for field, text in (("search", search), ("created_by", created_by)):
+        if text is not None and (fault := text_fault(text)):
+            raise invalid_field(f"query.{field}", f"The text {fault}.")
+    return store.list_jobs(
+        state=state,
+        kind=kind,
+        search=search,
+        created_by=created_by,
+        deleted=deleted,
+        cursor=cursor,
+        limit=limit,
+    )
 
 
 @reads.get("/jobs/{job_id}", operation_id="get_job")

@@ -78,7 +78,7 @@ async def watch_job(
 ) -> Any:
     """Stream a job's events: `state`, `phase`, `evaluation` (with ids) and `progress` (without)."""
     await run_in_threadpool(store.job, job_id)  # an unknown job is a 404, not a stream
-    if _wants_json(request):
+    if wants_json(request):
         return await run_in_threadpool(
             store.events, job_id, after_seq=last_event_id, limit=MOST_EVENTS
         )
@@ -89,7 +89,8 @@ async def watch_job(
     )
 
 
-def _wants_json(request: Request) -> bool:
+def wants_json(request: Request) -> bool:
+    """Return whether a client asks for a list instead of a stream."""
     accepted = request.headers.get("accept", "")
     return "application/json" in accepted and "text/event-stream" not in accepted
 

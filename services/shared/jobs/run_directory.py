@@ -170,7 +170,7 @@ class Report(_Record):
     details: Mapping[str, Any] = {}  # padding share, best epoch, truncated texts ...
 
 
-RecordT = TypeVar("RecordT", bound=_Record)
+RecordT = TypeVar("RecordT", bound=BaseModel)
 
 
 class RunDirectory:

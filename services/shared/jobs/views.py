@@ -99,6 +99,22 @@ class JobSummary(_View):
     deleted_by: str | None
 
 
+class JobChanges(_View):
+    """The jobs that changed after an event, and those that run."""
+
+    last_seq: int  # of all events that were considered; 0 where there is none
+    is_complete: bool  # false where more changed than fit
+    items: list[JobSummary]  # the newest first
+
+
+class JobCounts(_View):
+    """How many jobs of one kind are in one state."""
+
+    kind: Kind
+    state: JobState
+    jobs: int
+
+
 class AttemptView(_View):
     """One run of a job by one worker."""
 

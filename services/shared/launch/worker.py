@@ -22,6 +22,7 @@ from services.shared.jobs.queue import TASK, make_celery, send
 from services.shared.jobs.settings import JobSettings
 from services.shared.jobs.sweep import sweep
 from services.shared.launch.task import run_job
+from services.shared.launch.worker_report import WorkerReporter
 
 log = structlog.get_logger(__name__)
 
@@ -57,17 +58,21 @@ def serve(queue: str, *, module: str) -> None:
     worker_shutting_down.connect(note_shutdown, weak=False)
     worker_ready.connect(note_ready, weak=False)
     register_task(app, store=store, module=module, worker=worker, stopping=stopping.is_set)
+    reporter = WorkerReporter(settings, name=worker, kind=queue)
     sweeper = threading.Thread(
         target=sweep_periodically,
         args=(stopping,),
-        kwargs={"app": app, "store": store},
+        kwargs={"app": app, "store": store, "reporter": reporter},
         daemon=True,
     )
     sweeper.start()
     arguments = ["worker", "--queues", queue, "--pool", "solo", "--concurrency", "1"]
     arguments += ["--hostname", f"{queue}@%h", "--loglevel", "INFO"]
     arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
-    app.worker_main(arguments)
+    try:
+        app.worker_main(arguments)
+    finally:
+        reporter.remove()
 
 
 def _configure_logs() -> None:
@@ -101,7 +106,13 @@ def register_task(
     app.task(name=TASK)(run)
 
 
-def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) -> None:
+def sweep_periodically(
+    stopping: threading.Event,
+    *,
+    app: Celery,
+    store: Store,
+    reporter: WorkerReporter | None = None,
+) -> None:
     """Look for lost jobs and messages every `sweep_seconds`, and do the upkeep of files and records.
 
     A lease that ran out during an outage of the database does not mean that its worker died: it could
@@ -112,12 +123,14 @@ def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) 
     settings, upkeep = store.settings, Upkeep(store)
     grace_seconds = settings.sweep_seconds + settings.lease_seconds
     swept_at = time.time()
+    _report(reporter)
     while not stopping.wait(settings.sweep_seconds):
         # The wall clock: the monotonic one stands still while a machine sleeps.
         if time.time() - swept_at > settings.sweep_seconds + settings.lease_seconds / 2:
             log.warning("sweep_was_interrupted", seconds=round(time.time() - swept_at))
             spare_until = time.monotonic() + grace_seconds
         swept_at = time.time()
+        _report(reporter)
         try:
             sweep(store, app, ends_lost=time.monotonic() >= spare_until)
             if os.environ.get(ALIVE_FILE):
@@ -127,3 +140,12 @@ def sweep_periodically(stopping: threading.Event, *, app: Celery, store: Store) 
             if isinstance(error, Unavailable) and not isinstance(error, EpochMismatch):
                 spare_until = time.monotonic() + grace_seconds
             log.warning("sweep_failed", error=f"{type(error).__name__}: {error}")
+
+
+def _report(reporter: WorkerReporter | None) -> None:
+    if reporter is None:
+        return
+    try:
+        reporter.write()
+    except Exception as error:  # noqa: BLE001  (the doctor reads whatever a machine has)
+        log.warning("worker_not_examined", error=f"{type(error).__name__}: {error}")

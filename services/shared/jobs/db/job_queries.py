@@ -25,6 +25,8 @@ from services.shared.jobs.state import JobState, Reason
 from services.shared.jobs.views import (
     AttemptView,
     EventView,
+    JobChanges,
+    JobCounts,
     JobSummary,
     JobView,
     Kind,
@@ -142,21 +144,61 @@ def list_page(
     *,
     state: JobState | None,
     kind: Kind | None,
+    search: str | None,
+    created_by: str | None,
     deleted: bool,
     cursor: str | None,
     limit: int,
 ) -> Page[JobSummary]:
-    """Return jobs, newest first."""
+    """Return jobs, newest first; `search` is a part of their names or ids."""
     query = select(*_SUMMARY).where(*shown(JobRow, deleted=deleted)).order_by(JobRow.id.desc())
     if state is not None:
         query = query.where(JobRow.state == state)
     if kind is not None:
         query = query.where(JobRow.kind == kind)
+    if created_by is not None:
+        query = query.where(JobRow.created_by == created_by)
+    if search is not None:
+        query = query.where(
+            JobRow.name.icontains(search, autoescape=True)
+            | JobRow.id.contains(search, autoescape=True)
+        )
     if cursor is not None:
         query = query.where(JobRow.id < cursor)
     rows = session.execute(query.limit(checked_limit(limit) + 1)).mappings().all()
     items = [JobSummary.model_validate(dict(row)) for row in rows[:limit]]
     return Page(items=items, next_cursor=items[-1].id if len(rows) > limit else None)
+
+
+def changes(session: Session, *, after_seq: int | None, limit: int) -> JobChanges:
+    """Return the jobs with events after one of them, and those that run; for None only the latter."""
+    newest = session.scalar(select(func.max(EventRow.seq))) or 0
+    is_wanted = JobRow.state.in_((JobState.RUNNING, JobState.CANCELLING))
+    if after_seq is not None:
+        after_seq = max(0, min(after_seq, LARGEST_SEQ))
+        is_wanted |= JobRow.id.in_(select(EventRow.job_id).where(EventRow.seq > after_seq))
+    query = select(*_SUMMARY).where(*shown(JobRow, deleted=False)).where(is_wanted)
+    rows = session.execute(
+        query.order_by(JobRow.id.desc()).limit(checked_limit(limit) + 1)
+    ).mappings()
+    items = [JobSummary.model_validate(dict(row)) for row in rows]
+    return JobChanges(last_seq=newest, is_complete=len(items) <= limit, items=items[:limit])
+
+
+def counts(session: Session) -> list[JobCounts]:
+    """Return how many jobs of each kind wait, are queued or run."""
+    rows = session.execute(
+        select(JobRow.kind, JobRow.state, func.count())
+        .where(
+            *shown(JobRow, deleted=False),
+            JobRow.state.in_(
+                (JobState.WAITING, JobState.QUEUED, JobState.RUNNING, JobState.CANCELLING)
+            ),
+        )
+        .group_by(JobRow.kind, JobRow.state)
+        .order_by(JobRow.kind, JobRow.state)
+    )
+    return [JobCounts(kind=kind, state=JobState(state), jobs=jobs) for kind, state, jobs in rows]
 
 
 def events(session: Session, job_id: str, *, after_seq: int, limit: int) -> list[EventView]:

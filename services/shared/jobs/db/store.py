@@ -38,6 +38,8 @@ from services.shared.jobs.views import (
     EventView,
     FinishResult,
     HeartbeatReply,
+    JobChanges,
+    JobCounts,
     JobSummary,
     JobView,
     Kind,
@@ -194,15 +196,37 @@ class Store:
         *,
         state: JobState | None = None,
         kind: Kind | None = None,
+        search: str | None = None,
+        created_by: str | None = None,
         deleted: bool = False,
         cursor: str | None = None,
         limit: int = 50,
     ) -> Page[JobSummary]:
-        """Return jobs, newest first; raises InvalidRequest for a limit outside of 1 to 500."""
+        """Return jobs, newest first; raises InvalidRequest for a limit outside of 1 to 500.
+
+        `search` is a part of their names or ids, `created_by` the name of a key.
+        """
         with self._transaction() as session:
             return job_queries.list_page(
-                session, state=state, kind=kind, deleted=deleted, cursor=cursor, limit=limit
+                session,
+                state=state,
+                kind=kind,
+                search=search,
+                created_by=created_by,
+                deleted=deleted,
+                cursor=cursor,
+                limit=limit,
             )
+
+    def job_changes(self, *, after_seq: int | None, limit: int = 500) -> JobChanges:
+        """Return the jobs with events after one of them, and those that run; for None only the latter."""
+        with self._transaction() as session:
+            return job_queries.changes(session, after_seq=after_seq, limit=limit)
+
+    def job_counts(self) -> list[JobCounts]:
+        """Return how many jobs of each kind wait, are queued or run."""
+        with self._transaction() as session:
+            return job_queries.counts(session)
 
     def events(self, job_id: str, *, after_seq: int = 0, limit: int = 100) -> list[EventView]:
         """Return events of a job after one of them, in order; raises NotFound."""
