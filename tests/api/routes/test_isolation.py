@@ -80,6 +80,7 @@ ROUTES: dict[str, Route] = {
     "GET /jobs/{job_id}/label-quality": Route(Scope.READ, 404, 404),
     "POST /jobs/{job_id}/cancel": Route(Scope.SUBMIT, 409, 404),
     "POST /jobs/{job_id}/retry": Route(Scope.SUBMIT, 202, 404),
+    "DELETE /jobs/{job_id}": Route(Scope.SUBMIT, 409, 404),
     "POST /jobs/{job_id}/restore": Route(Scope.SUBMIT, 409, 404),
     "POST /diagnoses": Route(Scope.READ, 200, 200, lambda _: {"json": {"log": "out of memory"}}),
     "GET /models": Route(Scope.READ, 200, 200),
