@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -136,7 +137,7 @@ def _bins(lengths: Counter[int]) -> list[LengthBin]:
     ]
 
 
-def _sample(row: dict[str, object], heads: list[Head]) -> SampleRow:
+def _sample(row: dict[str, Any], heads: list[Head]) -> SampleRow:
     pair = row.get("text_pair")
     return SampleRow(
         line=int(str(row["line"])),
@@ -146,8 +147,8 @@ def _sample(row: dict[str, object], heads: list[Head]) -> SampleRow:
     )
 
 
-def _labels(head: Head, value: object) -> list[str] | None:
+def _labels(head: Head, value: int | list[int] | None) -> list[str] | None:
     if value is None:
         return None
     indices = value if isinstance(value, list) else [value]
-    return [head.labels[index] for index in indices]
+    return [head.labels[int(index)] for index in indices]

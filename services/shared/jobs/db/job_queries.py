@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -173,11 +173,12 @@ def list_page(
 def changes(session: Session, *, after_seq: int | None, limit: int) -> JobChanges:
     """Return the jobs with events after one of them, and those that run; for None only the latter."""
     newest = session.scalar(select(func.max(EventRow.seq))) or 0
-    is_wanted = JobRow.state.in_((JobState.RUNNING, JobState.CANCELLING))
+    wanted: list[ColumnElement[bool]] = [JobRow.state.in_((JobState.RUNNING, JobState.CANCELLING))]
     if after_seq is not None:
         after_seq = max(0, min(after_seq, LARGEST_SEQ))
-        is_wanted |= JobRow.id.in_(select(EventRow.job_id).where(EventRow.seq > after_seq))
-    query = select(*_SUMMARY).where(*shown(JobRow, deleted=False)).where(is_wanted)
+        changed = select(EventRow.job_id).where(EventRow.seq > after_seq)
+        wanted.append(JobRow.id.in_(changed))
+    query = select(*_SUMMARY).where(*shown(JobRow, deleted=False)).where(or_(*wanted))
     rows = session.execute(
         query.order_by(JobRow.id.desc()).limit(checked_limit(limit) + 1)
     ).mappings()
