@@ -41,6 +41,17 @@ up: $(INSTALLED) ## Start the platform on this machine: no Docker, Ctrl-C stops 
 test: $(INSTALLED) ## Run all tests; the servers that they need are started
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
+BROWSER := .stillhouse/browser
+
+$(BROWSER)/.installed: $(INSTALLED)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(BROWSER) \
+	  playwright==1.65.2 greenlet==3.5.6
+	@touch $@
+
+.PHONY: browser-test
+browser-test: $(INSTALLED) $(BROWSER)/.installed ## Drive the console in a real Chromium (apt-get install chromium-headless-shell)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(BROWSER) $(BIN)/python -m pytest -m browser tests/console $(ARGS)
+
 .PHONY: test-pretrained
 test-pretrained: $(INSTALLED) ## Train, distil and serve whole pretrained models (minutes; 700 MB in .stillhouse/models)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m pretrained $(ARGS)

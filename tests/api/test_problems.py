@@ -228,6 +228,7 @@ def test_every_shared_error_maps_to_a_problem() -> None:
         shared.InUse("model", "mdl_1", ["no"]): "in-use",
         shared.DoesNotFit("no", plan_document(verdict="does_not_fit")): "does-not-fit",
         shared.Unavailable("no"): "unavailable",
+        shared.OldSchema("0001", "0002"): "unavailable",
     }
     assert {to_problem(error).slug for error in samples} == set(samples.values())
     for error, slug in samples.items():

@@ -57,9 +57,8 @@ def leaves_choices(claim: Claim) -> bool:
 def settle(
     claim: Claim, *, run: RunDirectory, store: Store, stopping: Callable[[], bool]
 ) -> Claim | RunExit | None:
-    """Return the claim with every choice made; the exit of a preparation that failed or was stopped.
-
-    None where the lease was lost.
+    """Return the claim with every choice made, not yet stored; the exit of a preparation that failed or
+    was stopped. None where the lease was lost.
     """
     settings, found = store.settings, Prepared()
     recipe = Recipe.model_validate(claim.recipe)
@@ -71,8 +70,7 @@ def settle(
         found = prepared
         if found.times is not None:
             write_times(settings.processors_dir, found.times)
-    decided = _decide(claim, recipe, found, settings)
-    return decided if store.settle(decided) else None
+    return _decide(claim, recipe, found, settings)
 
 
 def _trims(claim: Claim) -> bool:

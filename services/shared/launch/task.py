@@ -164,6 +164,8 @@ def _run(
                 return None
             if isinstance(settled, RunExit):
                 return _outcome(settled, claim, run=run, settings=settings)
+            if not _store_choices(settled, store=store, stopping=stopping):
+                return None
             claim = settled
             run = prepare(claim, settings=settings)
         launch = plan_launch(
@@ -196,6 +198,18 @@ def _run(
         # The text stays in the log: it may hold SQL, paths or tokens, and a job's message is public.
         what = f"{type(error).__name__}; see the worker's log"
         return _failed(Reason.CRASHED, f"The worker itself failed, not the ranks: {what}")
+
+
+def _store_choices(claim: Claim, *, store: Store, stopping: Callable[[], bool]) -> bool:
+    """Store what was decided, waiting for an unavailable database; False where the lease was lost.
+
+    Where it stays away, the attempt is left to the sweep: an outage is no fault of the job.
+    """
+    try:
+        return _until_available(lambda: store.settle(claim), stopping=stopping)
+    except Unavailable as error:
+        log.warning("choices_not_stored", job_id=claim.job_id, error=str(error))
+        return False
 
 
 def _outcome(ending: RunExit, claim: Claim, *, run: RunDirectory, settings: JobSettings) -> Outcome:

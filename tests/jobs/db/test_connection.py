@@ -63,7 +63,7 @@ def test_an_inconsistent_row_is_refused(
     [
         update(PromotionRow).values(alias="other"),
         delete(PromotionRow),
-        text("TRUNCATE promotions, servings"),
+        text("TRUNCATE promotions CASCADE"),
     ],
 )
 def test_promotions_are_never_rewritten(driver: StoreDriver, statement: Any) -> None:
