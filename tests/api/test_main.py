@@ -51,6 +51,8 @@ def test_every_dependency_responds(client: TestClient) -> None:
         "database": True,
         "broker": True,
         "data_dir": True,
+        "epoch": True,
+        "schema": True,
     }
 
 

@@ -1,5 +1,6 @@
 """`stillhouse up` as a process: output, restarts, shutdown."""
 
+import contextlib
 import json
 import os
 import signal
@@ -152,12 +153,14 @@ def test_the_output_has_a_line_per_component_and_the_url(up: Up) -> None:
 
 
 def test_the_platform_listens_on_loopback_only(up: Up) -> None:
-    listening = [
-        connection.laddr.ip
-        for member in up.processes()
-        for connection in member.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
+    listening = []
+    for member in up.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that ended since it was listed
+            listening += [
+                connection.laddr.ip
+                for connection in member.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
     assert listening == ["127.0.0.1"]
 
 
