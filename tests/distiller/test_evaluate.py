@@ -78,7 +78,7 @@ def test_the_latency_is_that_of_single_texts() -> None:
         def __call__(self, texts: list[str], **_options: object) -> dict[str, list[list[int]]]:
             return {"input_ids": [[1] * len(text.split()) for text in texts]}
 
-    def classify(ids: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    def classify(ids: Tensor, mask: Tensor | None, types: Tensor | None) -> dict[str, Tensor]:
         shapes.append(tuple(ids.shape))
         return {"mood": torch.zeros(len(ids), 2)}
 
