@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import psutil
@@ -318,8 +319,11 @@ def read_only_database(attacked: Target) -> str:
 
 def frozen_broker(attacked: Target) -> str:
     """Stop the broker's process and submit ten jobs at once."""
-    (broker,) = [
-        each for each in psutil.Process().children(recursive=True) if each.name() == "valkey-server"
+    directory = (attacked.api.settings.data_dir.parent / "valkey").resolve()
+    (broker,) = [  # other tests of this process may have a broker of their own
+        each
+        for each in psutil.Process().children(recursive=True)
+        if each.name() == "valkey-server" and Path(each.cwd()) == directory
     ]
     spec = attacked.spec()
 
