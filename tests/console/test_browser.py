@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,10 @@ def test_a_promotion_by_button_is_what_try_it_asks(
     page.locator("[data-promotion]").first.wait_for()
     promoted = httpx.get(f"{platform.url}/promotions").json()["items"]
     assert [each["model_id"] for each in promoted] == [model]
+    deadline = time.monotonic() + 60
+    while not httpx.post(f"{platform.url}/predict", json={"inputs": "x"}).is_success:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
     page = watched.open("try")
     page.locator("#texts").fill("the room was clean")
     page.locator("form button.primary").first.click()
