@@ -95,7 +95,8 @@ class Sessions:
             expected = self._sign(key, nonce, int(began), int(expires))
         except OSError:  # without its secret no session can be valid
             return None
-        if not hmac.compare_digest(expected, signature) or self._clock() >= int(expires):
+        signed = hmac.compare_digest(expected.encode(), signature.encode("utf-8", "replace"))
+        if not signed or self._clock() >= int(expires):
             return None
         if nonce in self._ended:
             return None

@@ -95,3 +95,10 @@ def test_another_secret_makes_every_cookie_invalid(
     cookie, _ = sessions.start(KEY)
     other = Sessions(tmp_path / "other", idle_seconds=3600, most_seconds=7200, clock=clock)
     assert other.find(cookie, KEYS) is None
+
+
+def test_a_signature_of_any_characters_is_refused(sessions: Sessions) -> None:
+    cookie, _ = sessions.start(KEY)
+    unsigned = cookie.rsplit(".", 1)[0]
+    for signature in ("", "0" * 64, "\xe9" * 64, "\ud800"):
+        assert sessions.find(f"{unsigned}.{signature}", KEYS) is None
