@@ -14,7 +14,7 @@ from services.cli.views.plan import show_plan
 from services.shared.memory.architecture.shape import from_preset, preset_names
 from services.shared.memory.errors import InvalidInput
 from services.shared.memory.planning.alternatives import Alternative, alternatives, refused_by_host
-from services.shared.memory.planning.capacity import Fit, fewest_ranks, largest_models, to_dict
+from services.shared.memory.planning.capacity import fewest_ranks, largest_models, to_dict
 from services.shared.memory.planning.layers import PLANNED_FAMILIES
 from services.shared.memory.planning.plan import Plan
 from services.shared.memory.planning.plan import plan as plan_job
@@ -39,7 +39,11 @@ def plan(
     ] = 8,
 ) -> None:
     """Compute the memory of a job before it runs: the peak of each rank, by phase and component."""
+    if cards_needed and largest_model:
+        raise InvalidInput("largest_model", "asks another question than --cards-needed")
     if cards_needed or largest_model:
+        if request.teacher is not None:
+            raise InvalidInput("teacher", "is not counted by --cards-needed and --largest-model")
         fits = _fewest(request) if cards_needed else _largest(request)
         if as_json:
             found = [to_dict(fit, devices_per_node=devices_per_node) for fit in fits]
@@ -55,9 +59,7 @@ def plan(
     show_plan(Console(), planned, offered, refused)
 
 
-def _fewest(request: PlanRequest) -> list[Fit]:
-    if request.teacher is not None:
-        raise InvalidInput("teacher", "is not counted by --cards-needed")
+def _fewest(request: PlanRequest) -> list[Alternative]:
     fits = fewest_ranks(request.shape, request.recipe, request.hardware)
     if not fits:
         raise InvalidInput(
@@ -66,7 +68,7 @@ def _fewest(request: PlanRequest) -> list[Fit]:
     return fits
 
 
-def _largest(request: PlanRequest) -> list[Fit]:
+def _largest(request: PlanRequest) -> list[Alternative]:
     classes = request.shape.heads
     shapes = [from_preset(name, heads=classes) for name in preset_names()]
     planned = [shape for shape in shapes if shape.dims.family in PLANNED_FAMILIES]

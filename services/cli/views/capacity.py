@@ -8,15 +8,19 @@ from rich.padding import Padding
 from rich.text import Text
 
 from services.cli.terminal import Console
-from services.shared.memory.planning.capacity import Fit
+from services.shared.memory.planning.alternatives import Alternative
+from services.shared.memory.planning.capacity import num_nodes
 from services.shared.memory.sizes import format_size
 
 
-def show_capacity(console: Console, fits: Sequence[Fit], *, devices_per_node: int) -> None:
+def show_capacity(console: Console, fits: Sequence[Alternative], *, devices_per_node: int) -> None:
     """Print for each recipe the model, its devices and nodes, the peak of each, and what it costs."""
     for fit in fits:
-        plan, nodes = fit.plan, fit.num_nodes(devices_per_node)
-        text = Text(f"{plan.shape.name} on {fit.ranks} x {plan.hardware.device.name}", style="bold")
+        plan, nodes = fit.plan, num_nodes(fit, devices_per_node=devices_per_node)
+        text = Text(
+            f"{plan.shape.name} on {plan.hardware.ranks} x {plan.hardware.device.name}",
+            style="bold",
+        )
         text.append(
             f" ({nodes} {'node' if nodes == 1 else 'nodes'} of {devices_per_node}): "
             f"{format_size(plan.peak_bytes)} of {format_size(plan.budget_bytes)} each, "

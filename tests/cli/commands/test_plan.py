@@ -170,3 +170,15 @@ def test_the_largest_model_needs_no_model() -> None:
 
 def test_a_plan_without_a_model_says_so() -> None:
     assert "model" in _run("--ranks 4", code=2).output
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ("--model qwen3-32b --cards-needed --largest-model", "largest_model"),
+        ("--model qwen3-0.6b --teacher qwen3-32b --cards-needed", "teacher"),
+        ("--teacher qwen3-32b --largest-model", "teacher"),
+    ],
+)
+def test_questions_that_have_no_answer_together_are_refused(options: str, field: str) -> None:
+    assert field in _run(options, code=2).output

@@ -8,7 +8,8 @@ import pytest
 
 from services.shared.memory.architecture.shape import Shape, from_preset
 from services.shared.memory.hardware import Hardware, machine
-from services.shared.memory.planning.capacity import Fit, fewest_ranks, largest_models, to_dict
+from services.shared.memory.planning.alternatives import Alternative
+from services.shared.memory.planning.capacity import fewest_ranks, largest_models, to_dict
 from services.shared.memory.planning.plan import plan
 from services.shared.memory.recipe import Offload, Recipe
 
@@ -19,7 +20,7 @@ def shape_of(name: str) -> Shape:
     return from_preset(name, heads=(3, 7))
 
 
-def planned(fit: Fit, hardware: Hardware, *, ranks: int) -> bool:
+def planned(fit: Alternative, hardware: Hardware, *, ranks: int) -> bool:
     recipe = RECIPE.with_changes(fit.changes)
     return plan(fit.plan.shape, recipe, replace(hardware, ranks=ranks)).runs
 
@@ -30,13 +31,15 @@ def test_one_device_less_does_not_hold_the_job(name: str) -> None:
     fits = fewest_ranks(shape_of(name), RECIPE, hardware)
     assert fits
     for fit in fits:
-        assert planned(fit, hardware, ranks=fit.ranks)
-        assert fit.ranks == 1 or not planned(fit, hardware, ranks=fit.ranks - 1)
+        assert planned(fit, hardware, ranks=fit.plan.hardware.ranks)
+        assert fit.plan.hardware.ranks == 1 or not planned(
+            fit, hardware, ranks=fit.plan.hardware.ranks - 1
+        )
 
 
 def test_32b_on_k100_cards_needs_nine_as_it_is_and_fewer_with_less_state() -> None:
     fits = fewest_ranks(shape_of("qwen3-32b"), RECIPE, machine("k100_ai", ranks=8))
-    assert [(fit.ranks, fit.lossless) for fit in fits] == [
+    assert [(fit.plan.hardware.ranks, fit.lossless) for fit in fits] == [
         (9, True),
         (7, True),
         (4, False),  # an exact master and 8-bit moments
@@ -53,7 +56,8 @@ def test_32b_on_k100_cards_needs_nine_as_it_is_and_fewer_with_less_state() -> No
 
 def test_each_further_recipe_needs_fewer_devices_than_those_before() -> None:
     ranks = [
-        fit.ranks for fit in fewest_ranks(shape_of("qwen2.5-72b"), RECIPE, machine("h100", ranks=8))
+        fit.plan.hardware.ranks
+        for fit in fewest_ranks(shape_of("qwen2.5-72b"), RECIPE, machine("h100", ranks=8))
     ]
     assert ranks == sorted(set(ranks), reverse=True)
 

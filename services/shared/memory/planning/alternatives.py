@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -38,6 +39,18 @@ class Alternative:
     costs: str
     lossless: bool
     plan: Plan
+
+    @classmethod
+    def of(cls, candidates: Sequence[RecipeChange], result: Plan) -> Alternative:
+        """Return `candidates` taken together, with the plan that they lead to."""
+        changes = merged(candidates).items()
+        return cls(
+            changes={name: str(v) if isinstance(v, Enum) else v for name, v in changes},
+            change="; ".join(candidate.change for candidate in candidates),
+            costs="; ".join(candidate.costs for candidate in candidates),
+            lossless=all(candidate.lossless for candidate in candidates),
+            plan=result,
+        )
 
     def to_dict(self) -> AlternativeDict:
         """Return the alternative as the JSON object that other programs read."""
@@ -93,10 +106,7 @@ def refused_by_host(
     for candidate in offload_changes(recipe):
         result = search.plan(candidate.changes)
         if result.host_verdict is Verdict.DOES_NOT_FIT:
-            changes = _json_values(candidate.changes)
-            refused.append(
-                Alternative(changes, candidate.change, candidate.costs, candidate.lossless, result)
-            )
+            refused.append(Alternative.of((candidate,), result))
     return tuple(refused)
 
 
@@ -136,7 +146,7 @@ class AlternativeSearch:
 
     def offer(self, *candidates: RecipeChange) -> bool:
         """Add the set if it fits and takes less than the unchanged recipe; return whether it fits."""
-        changes = _merged(candidates)
+        changes = merged(candidates)
         if self._changed(changes) in self._tried:
             return self.plan(changes).runs
         return self._add_if_it_fits(candidates)
@@ -146,29 +156,21 @@ class AlternativeSearch:
         taken: tuple[RecipeChange, ...] = ()
         lowest = self._base.peak_bytes
         for candidate in candidates:
-            peak = self.plan(_merged((*taken, candidate))).peak_bytes
+            peak = self.plan(merged((*taken, candidate))).peak_bytes
             if peak > lowest * _WORTHWHILE:
                 continue
             taken, lowest = (*taken, candidate), peak
             # A change may override the previous one: a halved and then a quartered micro-batch.
-            if len(taken) > 1 and _merged(taken) != _merged((candidate,)):
+            if len(taken) > 1 and merged(taken) != merged((candidate,)):
                 self._add_if_it_fits(taken)
         return taken
 
     def _add_if_it_fits(self, candidates: tuple[RecipeChange, ...]) -> bool:
-        changes = _merged(candidates)
+        changes = merged(candidates)
         result = self.plan(changes)
         if not result.runs or not self._is_an_improvement(result):
             return False
-        self.found.append(
-            Alternative(
-                changes=_json_values(changes),
-                change="; ".join(candidate.change for candidate in candidates),
-                costs="; ".join(candidate.costs for candidate in candidates),
-                lossless=all(candidate.lossless for candidate in candidates),
-                plan=result,
-            )
-        )
+        self.found.append(Alternative.of(candidates, result))
         return True
 
     def plan(self, changes: Changes) -> Plan:
@@ -194,12 +196,9 @@ class AlternativeSearch:
         return relieved or result.peak_bytes < self._base.peak_bytes
 
 
-def _merged(candidates: tuple[RecipeChange, ...]) -> Changes:
+def merged(candidates: Sequence[RecipeChange]) -> Changes:
+    """Return the changes of all `candidates`; a later one overrides an earlier."""
     changes: Changes = {}
     for candidate in candidates:
         changes |= candidate.changes
     return changes
-
-
-def _json_values(changes: Changes) -> Changes:
-    return {name: str(v) if isinstance(v, Enum) else v for name, v in changes.items()}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import TypedDict
 
 from services.shared.memory.architecture.shape import Shape
 from services.shared.memory.hardware import Hardware
-from services.shared.memory.planning.alternatives import AlternativeSearch
-from services.shared.memory.planning.plan import Plan, max_shard_ranks
+from services.shared.memory.planning.alternatives import Alternative, AlternativeSearch, merged
+from services.shared.memory.planning.plan import max_shard_ranks, plan
 from services.shared.memory.planning.plan_contract import Changes, Verdict
 from services.shared.memory.planning.recipe_changes import (
     RecipeChange,
@@ -47,53 +46,32 @@ class FitDict(TypedDict):
     verdict: Verdict
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A recipe under which a model fits: the changes of the asked one, and its plan.
-
-    `lossless` says that training computes the same numbers, up to the order of sums.
-    """
-
-    changes: Changes
-    change: str
-    costs: str
-    lossless: bool
-    plan: Plan
-
-    @property
-    def ranks(self) -> int:
-        """Devices that the plan divides the job by."""
-        return self.plan.hardware.ranks
-
-    def num_nodes(self, devices_per_node: int) -> int:
-        """Return the nodes that hold so many devices."""
-        return -(-self.ranks // devices_per_node)
-
-
-def fewest_ranks(shape: Shape, recipe: Recipe, hardware: Hardware) -> list[Fit]:
+def fewest_ranks(shape: Shape, recipe: Recipe, hardware: Hardware) -> list[Alternative]:
     """Return the fewest devices of `hardware`'s kind that hold the job, the least loss of fidelity first.
 
     First the recipe as it is, then with what computes the same numbers, then with each optimizer that
     keeps less state; a recipe is left out where one before it needs no more devices. The host is not
     divided: it is another one for every node. Offloads are left out for the same reason.
     """
-    found: list[Fit] = []
+    found: list[Alternative] = []
     for candidates in _levels(shape, recipe, hardware):
         fit = _fewest(shape, recipe, hardware, candidates)
-        if fit is not None and all(fit.ranks < other.ranks for other in found):
+        if fit is not None and all(
+            fit.plan.hardware.ranks < other.plan.hardware.ranks for other in found
+        ):
             found.append(fit)
     return found
 
 
 def largest_models(
     shapes: Iterable[Shape], recipe: Recipe, hardware: Hardware
-) -> list[tuple[Shape, Fit]]:
+) -> list[tuple[Shape, Alternative]]:
     """Return the largest of `shapes` that `hardware` holds, the least loss of fidelity first.
 
     A recipe is left out where one before it holds as large a model.
     """
     ordered = sorted(shapes, key=lambda shape: -shape.num_parameters)
-    found: list[tuple[Shape, Fit]] = []
+    found: list[tuple[Shape, Alternative]] = []
     for level in range(2 + len(list(optimizer_changes(recipe)))):
         for shape in ordered:
             if found and shape.num_parameters <= found[-1][0].num_parameters:
@@ -105,13 +83,18 @@ def largest_models(
     return found
 
 
-def to_dict(fit: Fit, *, devices_per_node: int) -> FitDict:
+def num_nodes(fit: Alternative, *, devices_per_node: int) -> int:
+    """Return the nodes that hold the devices of a plan."""
+    return -(-fit.plan.hardware.ranks // devices_per_node)
+
+
+def to_dict(fit: Alternative, *, devices_per_node: int) -> FitDict:
     """Return a fit as the JSON object that other programs read."""
     return {
         "model": fit.plan.shape.name,
         "num_parameters": fit.plan.shape.num_parameters,
-        "ranks": fit.ranks,
-        "nodes": fit.num_nodes(devices_per_node),
+        "ranks": fit.plan.hardware.ranks,
+        "nodes": num_nodes(fit, devices_per_node=devices_per_node),
         "change": fit.change,
         "changes": fit.changes,
         "costs": fit.costs,
@@ -134,7 +117,7 @@ def _levels(shape: Shape, recipe: Recipe, hardware: Hardware) -> Iterator[tuple[
         yield (*together, candidate)
 
 
-def _at(shape: Shape, recipe: Recipe, hardware: Hardware, level: int) -> Fit | None:
+def _at(shape: Shape, recipe: Recipe, hardware: Hardware, level: int) -> Alternative | None:
     """Return how `hardware` holds `shape` with the changes of a level, or None."""
     if hardware.ranks > max_shard_ranks(shape):
         return None
@@ -145,11 +128,11 @@ def _at(shape: Shape, recipe: Recipe, hardware: Hardware, level: int) -> Fit | N
 
 def _fewest(
     shape: Shape, recipe: Recipe, hardware: Hardware, candidates: tuple[RecipeChange, ...]
-) -> Fit | None:
+) -> Alternative | None:
     """Return the fit on the fewest ranks, or None: found by bisection, as more ranks never take more."""
     without_host = replace(hardware, host_memory_bytes=None, ranks=1)
 
-    def on(ranks: int) -> Fit:
+    def on(ranks: int) -> Alternative:
         return _fit(shape, recipe, replace(without_host, ranks=ranks), candidates)
 
     high = 1
@@ -167,14 +150,6 @@ def _fewest(
 
 def _fit(
     shape: Shape, recipe: Recipe, hardware: Hardware, candidates: tuple[RecipeChange, ...]
-) -> Fit:
-    changes: Changes = {}
-    for candidate in candidates:
-        changes |= candidate.changes
-    return Fit(
-        changes={name: str(v) if isinstance(v, Enum) else v for name, v in changes.items()},
-        change="; ".join(candidate.change for candidate in candidates),
-        costs="; ".join(candidate.costs for candidate in candidates),
-        lossless=all(candidate.lossless for candidate in candidates),
-        plan=AlternativeSearch(shape, recipe, hardware, None).plan(changes),
-    )
+) -> Alternative:
+    changed = recipe.with_changes(merged(candidates))
+    return Alternative.of(candidates, plan(shape, changed, hardware))
