@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -69,11 +70,8 @@ def patterns(attacked: Target) -> str:
     with attacked.client("submitter") as client, attacked.latency() as probes:
         for field in fields:
             for text in ("stage" + " " * 1990, "1.1" * 660, "z" * 1990):
-                case = {field: text}
-                response, seconds = _timed(
-                    lambda c=case: client.post("/diagnoses", json=c),  # type: ignore[misc]
-                    bound=15,
-                )
+                diagnose = partial(client.post, "/diagnoses", json={field: text})
+                response, seconds = _timed(diagnose, bound=15)
                 _refused(response, 200, 422)
                 worst = max(worst, seconds)
     return f"slowest diagnosis {worst:.2f} s, /livez at most {max(probes):.2f} s"
@@ -263,12 +261,9 @@ def deep_json(attacked: Target) -> str:
 def long_csv_header(attacked: Target) -> str:
     """Upload a CSV file whose header has 196 KB."""
     for line in (b"a," * 98_000, b'"' * 196_000, b"a;b,c|d\t" * 24_500):
-        response, seconds = _timed(
-            lambda content=line: upload(
-                attacked, "submitter", content=content + b"\nx,y\n", file="rows.csv"
-            ),  # type: ignore[misc]
-            bound=20,
-        )
+        content = line + b"\nx,y\n"
+        act = partial(upload, attacked, "submitter", content=content, file="rows.csv")
+        response, seconds = _timed(act, bound=20)
         _refused(response, *_ANSWERS)
     return f"{response.status_code} after {seconds:.2f} s"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import RenderableType
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
@@ -17,16 +19,16 @@ ROOT = Path(__file__).resolve().parents[2] / "services" / "cli"
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egpj.exe\r\x08\x7f"
 
 
-def _shown(renderable: object, **options: object) -> str:
+def _shown(renderable: RenderableType, **options: Any) -> str:
     out = io.StringIO()
-    Console(file=out, width=200, **options).print(renderable)  # type: ignore[arg-type]
+    Console(file=out, width=200, **options).print(renderable)
     return out.getvalue()
 
 
 @pytest.mark.parametrize("renderable", [HOSTILE, Text(HOSTILE)], ids=["string", "text"])
-def test_a_console_shows_no_control_characters(renderable: object) -> None:
+def test_a_console_shows_no_control_characters(renderable: RenderableType) -> None:
     table = Table("name", title=HOSTILE)
-    table.add_row(renderable)  # type: ignore[arg-type]
+    table.add_row(renderable)
     for each in (renderable, table):
         shown = _shown(each)
         assert "owned" in shown

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.fuzz.small_model import SMALL_MODEL
 from tests.system.conftest import RunningPlatform, running_platform
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
@@ -26,18 +27,7 @@ PAGES = ["jobs", "new", "datasets", "models", "try", "diagnose", "node"]
 HOSTILE = '<img src=x onerror="window.broken=1">'
 SPEC = {
     "kind": "teacher",
-    "model": {
-        "config": {
-            "model_type": "qwen3",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-        },
-        "tokenizer": {"train": True, "vocab_size": 400},
-    },
+    "model": SMALL_MODEL,
     "training": {"epochs": 4, "learning_rate": 0.01, "max_length": 32},
     "resources": {"ranks": 2, "device": "cpu"},
 }

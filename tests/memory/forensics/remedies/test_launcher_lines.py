@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 from transformers import TrainingArguments
 
 from services.shared.memory.forensics.case import Case
